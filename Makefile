@@ -3,20 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
+TEACHER_JAX := teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
+DEMO := --env-id PongNoFrameskip-v4 --teacher-steps 20000 --offline-steps 4000 --offline-eval-frequency 2000 \
+	--total-timesteps 10000 --learning-starts 1000 --buffer-size 20000 \
+	--teacher-eval-episodes 10 --eval-episodes 10 --save-model
 
-.PHONY: help demo test lint benchmark requirements clean
+.PHONY: help demo demo-jax test lint benchmark requirements clean
 
 help:
 	@echo "make demo       QDagger on Pong from the embedded teacher, about 8 minutes on 2 cores"
+	@echo "make demo-jax   the same in JAX"
 	@echo "make test       the test suite"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make benchmark  speed against the plain formulation"
 
 demo: $(VENV)/atari
-	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --env-id PongNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) \
-		--teacher-steps 20000 --offline-steps 4000 --offline-eval-frequency 2000 \
-		--total-timesteps 10000 --learning-starts 1000 --buffer-size 20000 \
-		--teacher-eval-episodes 10 --eval-episodes 10 --save-model
+	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO)
+
+demo-jax: $(VENV)/jax
+	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO)
 
 test: $(VENV)/test
 	$(RUN) -m pytest
@@ -40,8 +45,9 @@ COMPILE := -m piptools compile --quiet --upgrade --strip-extras --no-header --no
 	--no-emit-find-links --no-emit-trusted-host --constraint requirements/constraints.in pyproject.toml
 requirements: $(VENV)/test
 	$(RUN) -m pip install --quiet pip-tools
-	$(RUN) $(COMPILE) --extra atari,video,track --output-file requirements/requirements-atari.txt
-	$(RUN) $(COMPILE) --extra atari,video,track,plot,test --output-file requirements/requirements-test.txt
+	$(RUN) $(COMPILE) --extra atari,torch,video,track --output-file requirements/requirements-atari.txt
+	$(RUN) $(COMPILE) --extra atari,jax,track --output-file requirements/requirements-jax.txt
+	$(RUN) $(COMPILE) --extra atari,torch,jax,video,track,plot,test --output-file requirements/requirements-test.txt
 	sed -i -e 's/+cpu$$//' -e '/^#/d' requirements/requirements-*.txt
 
 clean:

@@ -5,9 +5,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import dqn_atari
+import dqn_atari_jax
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -49,6 +53,11 @@ class TorchReplay:
         """The transitions that start at these rows."""
         return self.arrays(self.replay.batch(torch.from_numpy(row), torch.from_numpy(env)))
 
+    @property
+    def steps(self) -> int:
+        """Environment steps held."""
+        return self.replay.steps
+
     def sample(self, batch_size: int) -> Arrays:
         """Transitions that the replay draws."""
         return self.arrays(self.replay.sample(batch_size))
@@ -70,7 +79,59 @@ class TorchQDaggerReplay(TorchReplay):
         self.replay.add(observation, action, step, teacher_q_values)
 
 
-BACKENDS = [TorchReplay, TorchQDaggerReplay]
+class JaxReplay:
+    """The replay of a JAX script, whose state the main block keeps: what is written here is what is written there."""
+
+    script, teacher = dqn_atari_jax, False
+    extra: tuple[int, ...] = ()
+
+    def __init__(self, length: int, num_envs: int, n_step: int, gamma: float, seed: int = 0):
+        self.replay, self.length = self.script.make_replay(length * num_envs, num_envs, *self.extra)
+        self.num_envs, self.n_step, self.gamma = num_envs, n_step, gamma
+        self.age, self.rows_written, self.key = np.zeros(num_envs, np.int32), 0, jax.random.key(seed)
+        # Compiled once for all replays of a kind that have the same sizes.
+        self.transitions = jax.jit(self.script.transitions, static_argnames="n_step")
+        self.draw = jax.jit(self.script.sample, static_argnames=("batch_size", "n_step"))
+
+    @property
+    def steps(self) -> int:
+        """As the main block counts them."""
+        return min(self.rows_written, self.length) * self.num_envs
+
+    def add(self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray) -> None:
+        """Appends a row per environment."""
+        teacher = (teacher_q_values,) if self.teacher else ()
+        row = self.script.make_row(observation, action, step, self.age, *teacher)
+        self.replay = self.script.write_row(self.replay, self.rows_written % self.length, row)
+        self.age = self.script.next_age(self.age, step)
+        self.rows_written += 1
+
+    def batch(self, row: np.ndarray, env: np.ndarray) -> Arrays:
+        """The transitions that start at these rows."""
+        size = 64 * (1 + (len(row) - 1) // 64)  # few different shapes to compile for
+        padded = (jnp.asarray(np.resize(index, size)) for index in (row, env))
+        batch = self.transitions(self.replay, *padded, self.n_step, self.gamma)
+        return {name: value[: len(row)] for name, value in self.arrays(batch).items()}
+
+    def sample(self, batch_size: int) -> Arrays:
+        """Transitions that the replay draws."""
+        self.key, key = jax.random.split(self.key)
+        window = sampling_window(self.rows_written, self.length, self.n_step)
+        return self.arrays(self.draw(self.replay, key, window, batch_size, self.n_step, self.gamma))
+
+    def arrays(self, batch: NamedTuple) -> Arrays:
+        """A batch of JAX arrays as NumPy arrays."""
+        return {name: np.asarray(value) for name, value in batch._asdict().items()}
+
+
+class JaxQDaggerReplay(JaxReplay):
+    """The replay that also stores what the teacher thinks."""
+
+    script, teacher = qdagger_jax, True
+    extra = (NUM_ACTIONS,)
+
+
+BACKENDS = [TorchReplay, TorchQDaggerReplay, JaxReplay, JaxQDaggerReplay]
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
@@ -176,7 +237,7 @@ class Play:
     def check(self, batch: Arrays, transitions: list[tuple[int, int]]) -> None:
         """Compares a batch with the transitions that it should hold."""
         assert batch["observation"].dtype == batch["bootstrap_observation"].dtype == np.uint8
-        assert batch["action"].dtype == np.int64
+        assert batch["action"].dtype.kind in "iu"
         assert batch["n_step_return"].dtype == batch["bootstrap_discount"].dtype == np.float32
         assert ("teacher_q_values" in batch) == self.replay.teacher
         for b, (t, env) in enumerate(transitions):
@@ -199,7 +260,7 @@ class Play:
 def scripts(draw: Callable) -> tuple[int, int, int, float, list[list[str]], int]:
     """(num_envs, ring length, n_step, gamma, events, seed); rings are as short as `check_args` allows, and longer."""
     num_envs, n_step = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 3, 4]))
-    length = STACK + n_step + draw(st.integers(1, 16))
+    length = STACK + n_step + draw(st.sampled_from([1, 2, 3, 6, 16]))
     event = st.sampled_from([PLAY, PLAY, PLAY, LIFE, LIFE, OVER, CUT, CUT, OVER_AND_CUT])
     step = st.lists(event, min_size=num_envs, max_size=num_envs)
     events = draw(st.lists(step, min_size=n_step + 1, max_size=3 * length + 5))
@@ -223,7 +284,7 @@ def test_every_transition_is_what_happened(backend: type[TorchReplay], script: t
     if usable := play.usable():
         play.check_rows(usable)
     held = min(play.rows, length) * num_envs
-    assert play.replay.replay.steps == held
+    assert play.replay.steps == held
 
 
 @every_backend
@@ -370,7 +431,7 @@ def test_shortest_ring_allowed_can_be_sampled(n_step: int, num_envs: int) -> Non
 
 
 @given(data=st.data(), batch=st.integers(1, 8), n_step=st.integers(1, 5), gamma=st.floats(0, 1))
-def test_numpy_and_torch_agree(data: st.DataObject, batch: int, n_step: int, gamma: float) -> None:
+def test_numpy_torch_and_jax_agree(data: st.DataObject, batch: int, n_step: int, gamma: float) -> None:
     """One arithmetic for all libraries, on any input: also rows of which none is valid."""
     flags = st.lists(st.lists(st.booleans(), min_size=n_step, max_size=n_step), min_size=batch, max_size=batch)
     terminated, valid = np.array(data.draw(flags)), np.array(data.draw(flags))
@@ -378,17 +439,18 @@ def test_numpy_and_torch_agree(data: st.DataObject, batch: int, n_step: int, gam
     rng = np.random.default_rng(seed)
     reward = rng.integers(-1, 2, (batch, n_step)).astype(np.float32)
     arrays = n_step_return(reward, terminated, valid, gamma)
-    tensors = n_step_return(*(torch.from_numpy(x) for x in (reward, terminated, valid)), gamma)
-    for array, tensor, kind in zip(arrays, tensors, "fif", strict=True):
-        assert array.shape == tuple(tensor.shape) == (batch,)
-        assert array.dtype.kind == tensor.numpy().dtype.kind == kind
-        np.testing.assert_allclose(array, tensor.numpy(), rtol=1e-5, atol=1e-6)
+    for make in (torch.from_numpy, jnp.asarray):
+        others = n_step_return(*(make(x) for x in (reward, terminated, valid)), gamma)
+        for array, other, kind in zip(arrays, others, "fif", strict=True):
+            assert array.shape == tuple(other.shape) == (batch,)
+            assert array.dtype.kind == np.asarray(other).dtype.kind == kind
+            np.testing.assert_allclose(array, np.asarray(other), rtol=1e-5, atol=1e-6)
     row, age = rng.integers(0, 100, batch), rng.integers(0, 6, batch)
     offsets = np.arange(STACK - 1, -1, -1)
     arrays = stack_rows(row, age, offsets)
-    tensors = stack_rows(*(torch.from_numpy(x) for x in (row, age, offsets)))
     for b in range(batch):
         assert arrays[0][b].tolist() == [row[b] - 3, row[b] - 2, row[b] - 1, row[b]]
         assert arrays[1][b].tolist() == [bool(age[b] >= k) for k in (3, 2, 1, 0)]
-    for array, tensor in zip(arrays, tensors, strict=True):
-        np.testing.assert_array_equal(array, tensor.numpy())
+    for make in (torch.from_numpy, jnp.asarray):
+        for array, other in zip(arrays, stack_rows(*(make(x) for x in (row, age, offsets))), strict=True):
+            np.testing.assert_array_equal(array, np.asarray(other))

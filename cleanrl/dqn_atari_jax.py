@@ -1,0 +1,368 @@
+"""DQN on Atari in JAX: how a teacher for QDagger is made when none is on the hub.
+
+Mnih et al. (2015), Human-level control through deep reinforcement learning, with n-step returns as an option.
+"""
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.checks import check_args, require_memory
+from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.evaluation import epsilon_greedy, play_games, play_wrapped_game
+from cleanrl_utils.hub import check_upload_possible, upload_model
+from cleanrl_utils.jax_utils import Params, available_memory, make_q_function, save_model
+from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
+from cleanrl_utils.runs import finish_run, progress_bar, start_run
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of the experiment"""
+    bf16: bool = True
+    """if toggled, hidden layers compute in bfloat16 on a GPU or TPU; last layer and loss stay float32"""
+    track: bool = False
+    """if toggled, this experiment will be tracked with Weights and Biases"""
+    wandb_project_name: str = "cleanRL"
+    """the wandb's project name"""
+    wandb_entity: str | None = None
+    """the entity (team) of wandb's project"""
+    capture_video: bool = False
+    """whether to write a video of one game at the end (see the `videos` folder)"""
+    save_model: bool = False
+    """whether to save the model into the `runs/{run_name}` folder"""
+    upload_model: bool = False
+    """whether to upload the saved model to the Hugging Face Hub"""
+    hf_entity: str = ""
+    """the user or organisation on the Hugging Face Hub; the token's owner when empty"""
+
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
+    repeat_action_probability: float | None = None
+    """probability of a sticky action, per frame; by default what the id stands for: 0 for -v4, 0.25 for -v5"""
+    total_timesteps: int = 10000000
+    """environment steps (4 frames each) in all"""
+    learning_rate: float = 1e-4
+    """the learning rate of Adam"""
+    num_envs: int = 8
+    """the number of parallel games; updates per environment step do not depend on it"""
+    buffer_size: int = 1000000
+    """the replay's size in environment steps; 7.1 kB each"""
+    gamma: float = 0.99
+    """the discount factor"""
+    n_step: int = 1
+    """the number of rewards summed before bootstrapping"""
+    tau: float = 1.0
+    """the target network's update rate; 1 copies"""
+    target_network_frequency: int = 1000
+    """environment steps between updates of the target network"""
+    batch_size: int = 32
+    """transitions per update"""
+    start_e: float = 1.0
+    """epsilon at the start"""
+    end_e: float = 0.01
+    """epsilon in the end"""
+    exploration_fraction: float = 0.10
+    """the fraction of `total_timesteps` over which epsilon falls from `start_e` to `end_e`"""
+    learning_starts: int = 80000
+    """environment steps in the replay before the first update"""
+    train_frequency: int = 4
+    """environment steps per update"""
+    eval_episodes: int = 10
+    """whole games played at the end, at epsilon `end_e`"""
+
+
+class QNetwork(nn.Module):
+    """Q-network of Mnih et al. (2015). uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+
+    num_actions: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.transpose(0, 2, 3, 1) / 255.0  # flax wants the channels last
+        x = nn.relu(nn.Conv(32, (8, 8), strides=(4, 4), padding="VALID", dtype=self.dtype)(x))
+        x = nn.relu(nn.Conv(64, (4, 4), strides=(2, 2), padding="VALID", dtype=self.dtype)(x))
+        x = nn.relu(nn.Conv(64, (3, 3), strides=(1, 1), padding="VALID", dtype=self.dtype)(x))
+        x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+
+
+class Batch(NamedTuple):
+    """Transitions as the loss needs them; B of them."""
+
+    observation: jax.Array
+    """uint8 (B, 4, 84, 84)"""
+    action: jax.Array
+    """uint8 (B,)"""
+    n_step_return: jax.Array
+    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state, each clipped to [−1, 1]"""
+    bootstrap_observation: jax.Array
+    """uint8 (B, 4, 84, 84)"""
+    bootstrap_discount: jax.Array
+    """float32 (B,), γᵐ, or 0 where the life or the game ended before"""
+
+
+class Replay(NamedTuple):
+    """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
+
+    L rows of N environments: frame uint8 (L, N, 84, 84), the rest (L, N): action uint8, reward float32 and clipped,
+    terminated bool, age int32, valid bool.
+    """
+
+    frame: jax.Array
+    action: jax.Array
+    reward: jax.Array
+    terminated: jax.Array
+    age: jax.Array
+    valid: jax.Array
+
+
+def make_replay(buffer_size: int, num_envs: int) -> tuple[Replay, int]:
+    """An empty replay for ``buffer_size`` environment steps, and its length L."""
+    shape = (ring_length(buffer_size, num_envs), num_envs)
+    replay = Replay(
+        frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+        action=jnp.zeros(shape, jnp.uint8),
+        reward=jnp.zeros(shape, jnp.float32),
+        terminated=jnp.zeros(shape, bool),
+        age=jnp.zeros(shape, jnp.int32),
+        valid=jnp.zeros(shape, bool),
+    )
+    return replay, shape[0]
+
+
+def replay_bytes(buffer_size: int) -> int:
+    """Bytes that a replay of this size takes."""
+    return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1)
+
+
+@functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
+def write_row(replay: Replay, slot: int, row: Replay) -> Replay:
+    """The replay with its row ``slot`` replaced, of every environment; ``row`` has the shapes without L."""
+    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), replay, row)
+
+
+def make_row(observation: np.ndarray, action: np.ndarray, step: Step, age: np.ndarray) -> Replay:
+    """What was seen, what was done, and what came of it: a row of the replay."""
+    return Replay(
+        frame=observation[:, -1],
+        action=action.astype(np.uint8),
+        reward=np.clip(step.reward, -1, 1).astype(np.float32),
+        terminated=step.terminated,
+        age=age,
+        valid=~step.reset,
+    )
+
+
+def next_age(age: np.ndarray, step: Step) -> np.ndarray:
+    """Steps since the reset of every environment's game, int32 (N,), after ``step``."""
+    return np.where(step.reset, 0, age + 1).astype(np.int32)
+
+
+def transitions(replay: Replay, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+    """The transitions that start at ``row``, integer (B,), of ring ``env``, integer (B,)."""
+    length = replay.frame.shape[0]
+    slots, envs = (row[:, None] + jnp.arange(n_step)) % length, env[:, None]
+    returns, steps, discount = n_step_return(
+        replay.reward[slots, envs], replay.terminated[slots, envs], replay.valid[slots, envs], gamma
+    )
+
+    def stack(row: jax.Array) -> jax.Array:
+        """The observations at ``row``, uint8 (B, 4, 84, 84)."""
+        rows, in_game = stack_rows(row, replay.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
+        return replay.frame[rows % length, envs] * in_game[:, :, None, None]
+
+    return Batch(stack(row), replay.action[row % length, env], returns, stack(row + steps), discount)
+
+
+def sample(
+    replay: Replay, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float
+) -> Batch:
+    """A batch drawn uniformly, with replacement, from the transitions in the ``window`` [low, high) of rows."""
+    length, num_envs = replay.action.shape
+    row_key, env_key = jax.random.split(key)
+    # Final frames are no transitions and are drawn again: eight tries at once, for the shapes are fixed.
+    # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
+    row = jax.random.randint(row_key, (8, batch_size), *window)
+    env = jax.random.randint(env_key, (8, batch_size), 0, num_envs)
+    first = replay.valid[row % length, env].argmax(axis=0)[None]
+    row, env = jnp.take_along_axis(row, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
+    neighbour = jnp.where(row > window[0], row - 1, row + 1)
+    return transitions(replay, jnp.where(replay.valid[row % length, env], row, neighbour), env, n_step, gamma)
+
+
+def td_loss(
+    params: Params, target_params: Params, batch: Batch, apply: Callable[[Params, jax.Array], jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
+    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
+    target = batch.n_step_return + batch.bootstrap_discount * bootstrap
+    q_values = jnp.take_along_axis(apply(params, batch.observation), batch.action[:, None].astype(jnp.int32), 1)[:, 0]
+    return jnp.mean((q_values - target) ** 2), q_values
+
+
+class TrainState(NamedTuple):
+    """All that learning changes."""
+
+    params: Params
+    target_params: Params
+    optimizer_state: optax.OptState
+    key: jax.Array
+
+
+def update(
+    state: TrainState,
+    replay: Replay,
+    window: tuple[int, int],
+    count: int,
+    *,
+    args: Args,
+    apply: Callable[[Params, jax.Array], jax.Array],
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
+    """``count`` updates, each on a batch of its own from the ``window`` of rows; returns what the last one lost too."""
+
+    def one(state: TrainState, _: None) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
+        key, sample_key = jax.random.split(state.key)
+        batch = sample(replay, sample_key, window, args.batch_size, args.n_step, args.gamma)
+        (loss, q_values), gradients = jax.value_and_grad(td_loss, has_aux=True)(
+            state.params, state.target_params, batch, apply
+        )
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, state.target_params, optimizer_state, key), (loss, q_values)
+
+    if jax.default_backend() == "cpu":  # within a loop, its convolutions are thirty times slower
+        for _ in range(count):
+            state, losses = one(state, None)
+        return state, losses
+    state, losses = jax.lax.scan(one, state, length=count)
+    return state, jax.tree.map(lambda value: value[-1], losses)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update_target(state: TrainState, tau: float) -> TrainState:
+    """Moves the target network to the online one by the fraction ``tau``."""
+    return state._replace(target_params=optax.incremental_update(state.params, state.target_params, tau))
+
+
+def linear_schedule(start_e: float, end_e: float, duration: float, step: int) -> float:
+    """ε at ``step``: from ``start_e`` straight to ``end_e`` over ``duration`` steps, then constant."""
+    return start_e + (end_e - start_e) * min(step / duration, 1.0) if duration > 0 else end_e
+
+
+def times_due(start: int, end: int, every: int) -> int:
+    """How many multiples of ``every`` lie in (start, end]."""
+    return end // every - start // every
+
+
+def main(args: Args) -> None:
+    # ==================== setup ====================
+    check_args(args)
+    check_upload_possible(args)
+    require_memory(
+        replay_bytes(args.buffer_size),
+        available_memory(),
+        f"a replay of {args.buffer_size:,} steps",
+        "lower --buffer-size",
+    )
+    run_dir, writer = start_run(args)
+    print(f"run directory: {run_dir}")
+    rng = np.random.default_rng(args.seed)
+
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
+    on_cpu = jax.default_backend() == "cpu"  # where XLA computes bfloat16 convolutions more slowly than float32 ones
+    q_network = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
+    optimizer = optax.adam(args.learning_rate)
+    key, init_key = jax.random.split(jax.random.key(args.seed))
+    params = q_network.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
+    state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
+    learn = jax.jit(
+        functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer),
+        static_argnames="count",
+        donate_argnames="state",
+    )
+    q_function = make_q_function(jax.jit(q_network.apply), lambda: state.params)
+    replay, length = make_replay(args.buffer_size, args.num_envs)
+
+    # ==================== training ====================
+    observation, age = envs.reset(), np.zeros(args.num_envs, np.int32)
+    recent_returns: deque[int] = deque(maxlen=10)
+    start_time, next_loss_log = time.time(), 0
+    bar = progress_bar(args.total_timesteps, "DQN", "step")
+    for row, global_step in enumerate(range(0, args.total_timesteps, args.num_envs)):
+        next_step = global_step + args.num_envs
+        epsilon = linear_schedule(
+            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+        )
+        action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
+
+        # The emulator plays while the network learns: neither call waits for its result.
+        if min(row, length) * args.num_envs >= args.learning_starts:
+            updates_due = times_due(global_step, next_step, args.train_frequency)
+            if updates_due:
+                window = sampling_window(row, length, args.n_step)
+                state, (loss, q_values) = learn(state, replay, window, updates_due)
+            for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
+                state = update_target(state, args.tau)
+            if updates_due and next_step >= next_loss_log:  # not more often: reading a loss waits for the device
+                next_loss_log = next_step + 100
+                writer.add_scalar("losses/td_loss", loss.item(), global_step)
+                writer.add_scalar("losses/q_values", q_values.mean().item(), global_step)
+
+        step = envs.recv()
+        replay = write_row(replay, row % length, make_row(observation, action, step, age))
+        observation, age = step.observation, next_age(age, step)
+        for score, game_length in step.games:
+            recent_returns.append(score)
+            writer.add_scalar("charts/episodic_return", score, global_step)
+            writer.add_scalar("charts/episodic_length", game_length, global_step)
+            bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        if times_due(global_step, next_step, 100):
+            writer.add_scalar("charts/SPS", int(next_step / (time.time() - start_time)), global_step)
+            writer.add_scalar("charts/epsilon", epsilon, global_step)
+        bar.update(args.num_envs)
+    bar.close()
+    envs.close()
+
+    # ==================== save and evaluate ====================
+    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
+    if args.save_model:
+        save_model(state.params, model_path)
+        print(f"model saved to {model_path}")
+    returns = play_games(
+        q_function, args.env_id, args.eval_episodes, args.end_e, args.seed + 1000, args.repeat_action_probability
+    )
+    for i, episodic_return in enumerate(returns):
+        writer.add_scalar("eval/episodic_return", episodic_return, i)
+    print(f"return over {len(returns)} games at epsilon {args.end_e}: {returns.mean():.1f} ± {returns.std():.1f}")
+    videos = []
+    if args.capture_video:
+        videos.append(Path("videos") / run_dir.name / "eval.mp4")
+        play_wrapped_game(
+            q_function, args.env_id, args.end_e, args.seed, args.repeat_action_probability, video=videos[-1]
+        )
+    finish_run(args, writer, videos)
+    if args.upload_model:
+        upload_model(args, run_dir, model_path, returns, videos)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))

@@ -1,0 +1,589 @@
+"""QDagger on Atari in JAX: a student learns from a trained teacher, offline, then online while the teaching fades.
+
+Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/rl-algorithms/qdagger.md
+"""
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from tqdm import tqdm
+
+from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.checks import check_args, require_memory
+from cleanrl_utils.errors import UserError, one_line_errors
+from cleanrl_utils.evaluation import epsilon_greedy, play_games, play_wrapped_game, print_summary
+from cleanrl_utils.hub import check_upload_possible, upload_model
+from cleanrl_utils.jax_utils import Params, available_memory, make_q_function, max_pool, params_of, save_model
+from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
+from cleanrl_utils.runs import finish_run, progress_bar, start_run
+from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights
+
+# A GPU is through with an update before the next one can be asked for. Divides 100, where losses are logged.
+OFFLINE_UPDATES_PER_CALL = 1 if jax.default_backend() == "cpu" else 20
+
+
+@dataclass
+class Args:
+    exp_name: str = Path(__file__).stem
+    """the name of this experiment"""
+    seed: int = 1
+    """seed of the experiment"""
+    bf16: bool = True
+    """if toggled, the student's hidden layers compute in bfloat16 on a GPU or TPU; its last layer, the losses and the
+    teacher stay float32"""
+    track: bool = False
+    """if toggled, this experiment will be tracked with Weights and Biases"""
+    wandb_project_name: str = "cleanRL"
+    """the wandb's project name"""
+    wandb_entity: str | None = None
+    """the entity (team) of wandb's project"""
+    capture_video: bool = False
+    """whether to write a video of one game after every evaluation of teacher and student (see the `videos` folder)"""
+    save_model: bool = False
+    """whether to save the final model into the `runs/{run_name}` folder (those of the offline phase always are)"""
+    upload_model: bool = False
+    """whether to upload the saved model to the Hugging Face Hub"""
+    hf_entity: str = ""
+    """the user or organisation on the Hugging Face Hub; the token's owner when empty"""
+
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
+    repeat_action_probability: float | None = None
+    """probability of a sticky action, per frame (the paper: 0.25); by default what the id stands for: 0 for -v4, 0.25
+    for -v5"""
+    total_timesteps: int = 10000000
+    """environment steps (4 frames each) of the online phase"""
+    learning_rate: float = 1e-4
+    """the learning rate of Adam"""
+    num_envs: int = 8
+    """the number of parallel games; updates per environment step do not depend on it"""
+    buffer_size: int = 1000000
+    """the online replay's size in environment steps; 7.1 kB each"""
+    gamma: float = 0.99
+    """the discount factor"""
+    n_step: int = 1
+    """the number of rewards summed before bootstrapping (the paper: 3)"""
+    tau: float = 1.0
+    """the target network's update rate; 1 copies"""
+    target_network_frequency: int = 1000
+    """updates (offline) or environment steps (online) between updates of the target network"""
+    batch_size: int = 32
+    """transitions per update"""
+    start_e: float = 1.0
+    """epsilon at the start"""
+    end_e: float = 0.01
+    """epsilon in the end, and of every evaluation"""
+    exploration_fraction: float = 0.10
+    """the fraction of `total_timesteps` over which epsilon falls from `start_e` to `end_e`, counted from the first
+    offline update"""
+    learning_starts: int = 80000
+    """environment steps in the online replay before the first online update"""
+    train_frequency: int = 4
+    """online environment steps per update"""
+    eval_episodes: int = 10
+    """whole games in every evaluation of the student"""
+
+    teacher_policy_hf_repo: str | None = None
+    """the teacher: a local directory or a hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
+    teacher_model_exp_name: str = "dqn_atari_jax"
+    """what made the teacher; its file is {teacher_model_exp_name}.cleanrl_model"""
+    teacher_eval_episodes: int = 10
+    """whole games played by the teacher, and as many at random"""
+    teacher_steps: int = 500000
+    """environment steps that the teacher plays to fill its replay"""
+    offline_steps: int = 500000
+    """updates on the teacher's replay; 0 skips teacher data and offline phase (kickstarting)"""
+    offline_eval_frequency: int = 100000
+    """updates between evaluations of the student in the offline phase, each of which saves it too"""
+    temperature: float = 0.1
+    """the temperature of both softmaxes in the distillation loss (CleanRL: 1)"""
+    distill_coefficient: float = 1.0
+    """the weight of the distillation loss before it fades; 0 leaves offline pre-training only"""
+
+
+class ResidualBlock(nn.Module):
+    """(B, H, W, C) → (B, H, W, C), Espeholt et al. (2018)."""
+
+    channels: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = nn.Conv(self.channels, (3, 3), padding=1, dtype=self.dtype)(nn.relu(x))
+        return x + nn.Conv(self.channels, (3, 3), padding=1, dtype=self.dtype)(nn.relu(hidden))
+
+
+class ConvSequence(nn.Module):
+    """(B, H, W, C) → (B, ⌈H/2⌉, ⌈W/2⌉, channels)."""
+
+    channels: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = max_pool(nn.Conv(self.channels, (3, 3), padding=1, dtype=self.dtype)(x))
+        x = ResidualBlock(self.channels, self.dtype)(x)
+        return ResidualBlock(self.channels, self.dtype)(x)
+
+
+class QNetwork(nn.Module):
+    """The student: the ImpalaCNN of Espeholt et al. (2018). uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+
+    num_actions: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.transpose(0, 2, 3, 1) / 255.0  # flax wants the channels last
+        for channels in (16, 32, 32):
+            x = ConvSequence(channels, self.dtype)(x)
+        x = nn.relu(x).reshape(x.shape[0], -1)
+        x = nn.relu(nn.Dense(256, dtype=self.dtype)(x))
+        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+
+
+class TeacherNetwork(nn.Module):
+    """The Q-network of Mnih et al. (2015), a teacher's. uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+
+    num_actions: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.transpose(0, 2, 3, 1) / 255.0
+        x = nn.relu(nn.Conv(32, (8, 8), strides=(4, 4), padding="VALID")(x))
+        x = nn.relu(nn.Conv(64, (4, 4), strides=(2, 2), padding="VALID")(x))
+        x = nn.relu(nn.Conv(64, (3, 3), strides=(1, 1), padding="VALID")(x))
+        x = nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_actions)(x)
+
+
+def load_teacher(path: Path, num_actions: int, env_id: str) -> tuple[nn.Module, Params]:
+    """The network saved in ``path``, and its weights: a DQN or a former student, from PyTorch or JAX.
+
+    Raises:
+        UserError: the file is no model, or one of a game with another number of actions.
+    """
+    weights = read_weights(path)
+    if num_actions_of(weights) != num_actions:
+        raise UserError(
+            f"the teacher {path} has {num_actions_of(weights)} actions and {env_id} has {num_actions}; "
+            "give a teacher of the same game"
+        )
+    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
+    return network, params_of(weights)
+
+
+class Batch(NamedTuple):
+    """Transitions as the loss needs them; B of them."""
+
+    observation: jax.Array
+    """uint8 (B, 4, 84, 84)"""
+    action: jax.Array
+    """uint8 (B,)"""
+    n_step_return: jax.Array
+    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state, each clipped to [−1, 1]"""
+    bootstrap_observation: jax.Array
+    """uint8 (B, 4, 84, 84)"""
+    bootstrap_discount: jax.Array
+    """float32 (B,), γᵐ, or 0 where the life or the game ended before"""
+    teacher_q_values: jax.Array
+    """float32 (B, num_actions), of the observation"""
+
+
+class Replay(NamedTuple):
+    """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
+
+    L rows of N environments: frame uint8 (L, N, 84, 84), teacher_q_values float32 (L, N, num_actions), the rest (L, N):
+    action uint8, reward float32 and clipped, terminated bool, age int32, valid bool. The teacher's Q-values are stored
+    with the row, so that the teacher need not be asked again whenever it is sampled.
+    """
+
+    frame: jax.Array
+    action: jax.Array
+    reward: jax.Array
+    terminated: jax.Array
+    age: jax.Array
+    valid: jax.Array
+    teacher_q_values: jax.Array
+
+
+def make_replay(buffer_size: int, num_envs: int, num_actions: int) -> tuple[Replay, int]:
+    """An empty replay for ``buffer_size`` environment steps, and its length L."""
+    shape = (ring_length(buffer_size, num_envs), num_envs)
+    replay = Replay(
+        frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+        action=jnp.zeros(shape, jnp.uint8),
+        reward=jnp.zeros(shape, jnp.float32),
+        terminated=jnp.zeros(shape, bool),
+        age=jnp.zeros(shape, jnp.int32),
+        valid=jnp.zeros(shape, bool),
+        teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
+    )
+    return replay, shape[0]
+
+
+def replay_bytes(buffer_size: int, num_actions: int) -> int:
+    """Bytes that a replay of this size takes."""
+    return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions)
+
+
+@functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
+def write_row(replay: Replay, slot: int, row: Replay) -> Replay:
+    """The replay with its row ``slot`` replaced, of every environment; ``row`` has the shapes without L."""
+    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), replay, row)
+
+
+def make_row(
+    observation: np.ndarray, action: np.ndarray, step: Step, age: np.ndarray, teacher_q_values: jax.Array | np.ndarray
+) -> Replay:
+    """What was seen, what was done, what came of it, what the teacher thinks: a row of the replay."""
+    return Replay(
+        frame=observation[:, -1],
+        action=action.astype(np.uint8),
+        reward=np.clip(step.reward, -1, 1).astype(np.float32),
+        terminated=step.terminated,
+        age=age,
+        valid=~step.reset,
+        teacher_q_values=teacher_q_values,
+    )
+
+
+def next_age(age: np.ndarray, step: Step) -> np.ndarray:
+    """Steps since the reset of every environment's game, int32 (N,), after ``step``."""
+    return np.where(step.reset, 0, age + 1).astype(np.int32)
+
+
+def transitions(replay: Replay, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+    """The transitions that start at ``row``, integer (B,), of ring ``env``, integer (B,)."""
+    length = replay.frame.shape[0]
+    slots, envs = (row[:, None] + jnp.arange(n_step)) % length, env[:, None]
+    returns, steps, discount = n_step_return(
+        replay.reward[slots, envs], replay.terminated[slots, envs], replay.valid[slots, envs], gamma
+    )
+
+    def stack(row: jax.Array) -> jax.Array:
+        """The observations at ``row``, uint8 (B, 4, 84, 84)."""
+        rows, in_game = stack_rows(row, replay.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
+        return replay.frame[rows % length, envs] * in_game[:, :, None, None]
+
+    slot = row % length
+    return Batch(
+        stack(row), replay.action[slot, env], returns, stack(row + steps), discount, replay.teacher_q_values[slot, env]
+    )
+
+
+def sample(
+    replay: Replay, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float
+) -> Batch:
+    """A batch drawn uniformly, with replacement, from the transitions in the ``window`` [low, high) of rows."""
+    length, num_envs = replay.action.shape
+    row_key, env_key = jax.random.split(key)
+    # Final frames are no transitions and are drawn again: eight tries at once, for the shapes are fixed.
+    # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
+    row = jax.random.randint(row_key, (8, batch_size), *window)
+    env = jax.random.randint(env_key, (8, batch_size), 0, num_envs)
+    first = replay.valid[row % length, env].argmax(axis=0)[None]
+    row, env = jnp.take_along_axis(row, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
+    neighbour = jnp.where(row > window[0], row - 1, row + 1)
+    return transitions(replay, jnp.where(replay.valid[row % length, env], row, neighbour), env, n_step, gamma)
+
+
+class Losses(NamedTuple):
+    """What the loss is made of; scalars, but for the last."""
+
+    loss: jax.Array
+    td_loss: jax.Array
+    distill_loss: jax.Array
+    q_values: jax.Array
+    """float32 (B,), of the actions taken"""
+
+
+def qdagger_loss(
+    params: Params,
+    target_params: Params,
+    batch: Batch,
+    distill_coefficient: float,
+    temperature: float,
+    apply: Callable[[Params, jax.Array], jax.Array],
+) -> tuple[jax.Array, Losses]:
+    """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
+
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
+    """
+    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
+    target = batch.n_step_return + batch.bootstrap_discount * bootstrap
+    q_values = apply(params, batch.observation)
+    q_of_action = jnp.take_along_axis(q_values, batch.action[:, None].astype(jnp.int32), 1)[:, 0]
+    td_loss = jnp.mean((q_of_action - target) ** 2)
+    student = jax.nn.log_softmax(q_values / temperature)
+    teacher = jax.nn.log_softmax(batch.teacher_q_values / temperature)
+    distill_loss = jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=1))
+    loss = td_loss + distill_coefficient * distill_loss
+    return loss, Losses(loss, td_loss, distill_loss, q_of_action)
+
+
+class TrainState(NamedTuple):
+    """All that learning changes."""
+
+    params: Params
+    target_params: Params
+    optimizer_state: optax.OptState
+    key: jax.Array
+
+
+def update(
+    state: TrainState,
+    replay: Replay,
+    window: tuple[int, int],
+    distill_coefficient: float,
+    count: int,
+    *,
+    args: Args,
+    apply: Callable[[Params, jax.Array], jax.Array],
+    optimizer: optax.GradientTransformation,
+) -> tuple[TrainState, Losses]:
+    """``count`` updates, each on a batch of its own from the ``window`` of rows; returns the last one's losses too."""
+
+    def one(state: TrainState, _: None) -> tuple[TrainState, Losses]:
+        key, sample_key = jax.random.split(state.key)
+        batch = sample(replay, sample_key, window, args.batch_size, args.n_step, args.gamma)
+        gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
+            state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
+        )
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, state.target_params, optimizer_state, key), losses
+
+    if jax.default_backend() == "cpu":  # within a loop, its convolutions are thirty times slower
+        for _ in range(count):
+            state, losses = one(state, None)
+        return state, losses
+    state, losses = jax.lax.scan(one, state, length=count)
+    return state, jax.tree.map(lambda value: value[-1], losses)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def update_target(state: TrainState, tau: float) -> TrainState:
+    """Moves the target network to the online one by the fraction ``tau``."""
+    return state._replace(target_params=optax.incremental_update(state.params, state.target_params, tau))
+
+
+def distill_coefficient_now(
+    recent_returns: Sequence[float], teacher_return: float, random_return: float, distill_coefficient: float
+) -> float:
+    """λ: falls from ``distill_coefficient`` to 0 as the student's last 10 games come up from random to the teacher.
+
+    With a random return of 0 it is the paper's max(1 − G/G_T, 0). A teacher no better than random leaves no way to come
+    up: then λ is ``distill_coefficient`` below the teacher's return, and 0 from there on.
+    """
+    if len(recent_returns) < 10:
+        return distill_coefficient
+    gap, advantage = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
+    if advantage <= 0:
+        return distill_coefficient if gap > 0 else 0.0
+    return distill_coefficient * min(max(gap / advantage, 0.0), 1.0)
+
+
+def linear_schedule(start_e: float, end_e: float, duration: float, step: int) -> float:
+    """ε at ``step``: from ``start_e`` straight to ``end_e`` over ``duration`` steps, then constant."""
+    return start_e + (end_e - start_e) * min(step / duration, 1.0) if duration > 0 else end_e
+
+
+def times_due(start: int, end: int, every: int) -> int:
+    """How many multiples of ``every`` lie in (start, end]."""
+    return end // every - start // every
+
+
+def main(args: Args) -> None:
+    # ==================== setup ====================
+    check_args(args)
+    check_upload_possible(args)
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
+    # The two replays never exist at once: each must fit for itself.
+    if args.offline_steps:
+        teacher_bytes = replay_bytes(args.teacher_steps, envs.num_actions)
+        what = f"the teacher's replay of {args.teacher_steps:,} steps"
+        require_memory(teacher_bytes, available_memory(), what, "lower --teacher-steps")
+    online_bytes = replay_bytes(args.buffer_size, envs.num_actions)
+    what = f"the online replay of {args.buffer_size:,} steps"
+    require_memory(online_bytes, available_memory(), what, "lower --buffer-size")
+    game = args.env_id.replace("/", "-")  # a slash separates owner and name of a hub repository
+    teacher_repo = args.teacher_policy_hf_repo or f"cleanrl/{game}-{args.teacher_model_exp_name}-seed1"
+    teacher_path = find_teacher(teacher_repo, args.teacher_model_exp_name)
+    teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id)
+
+    run_dir, writer = start_run(args)
+    print(f"run directory: {run_dir}")
+    rng = np.random.default_rng(args.seed)
+    on_cpu = jax.default_backend() == "cpu"  # where XLA computes bfloat16 convolutions more slowly than float32 ones
+    student = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
+    optimizer = optax.adam(args.learning_rate)
+    key, init_key = jax.random.split(jax.random.key(args.seed))
+    params = student.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
+    state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
+    learn = jax.jit(
+        functools.partial(update, args=args, apply=student.apply, optimizer=optimizer),
+        static_argnames="count",
+        donate_argnames="state",
+    )
+    teacher_apply = jax.jit(teacher.apply)
+    teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
+    student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
+    videos: list[Path] = []
+    results: dict[str, np.ndarray] = {}
+
+    def evaluate(name: str, q_function: Callable | None, episodes: int) -> float:
+        """Plays whole games at ε = `end_e` (at random without a Q-function), notes the scores, returns their mean."""
+        returns = play_games(
+            q_function, args.env_id, episodes, args.end_e, args.seed + 1000, args.repeat_action_probability, name
+        )
+        results[name] = returns
+        tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
+        if args.capture_video and q_function is not None:
+            video = Path("videos") / run_dir.name / f"{name.replace(' ', '-')}.mp4"
+            play_wrapped_game(q_function, args.env_id, args.end_e, args.seed, args.repeat_action_probability, video)
+            videos.append(video)
+        return float(returns.mean())
+
+    # ==================== phase 1: the teacher ====================
+    teacher_return = evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
+    random_return = evaluate("random", None, args.teacher_eval_episodes)
+    writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
+    writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
+    if teacher_return <= random_return:
+        print(
+            f"WARNING: the teacher ({teacher_return:.1f}) plays no better than random ({random_return:.1f}): is it a "
+            f"teacher of {args.env_id}?"
+        )
+
+    if args.offline_steps > 0:
+        # ==================== phase 2: teacher data ====================
+        replay, length = make_replay(args.teacher_steps, args.num_envs, envs.num_actions)
+        observation, age = envs.reset(), np.zeros(args.num_envs, np.int32)
+        start_time = time.time()
+        bar = progress_bar(args.teacher_steps, "teacher data", "step")
+        for row in range(length):
+            epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, row * args.num_envs)
+            teacher_q_values = teacher_q_function(observation)
+            action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
+            step = envs.recv()
+            replay = write_row(replay, row, make_row(observation, action, step, age, teacher_q_values))
+            observation, age = step.observation, next_age(age, step)
+            if step.games:
+                bar.set_postfix_str(f"return {step.games[-1][0]}", refresh=False)
+            bar.update(args.num_envs)
+        bar.close()
+        writer.add_scalar("charts/teacher/SPS", int(length * args.num_envs / (time.time() - start_time)), 0)
+
+        # ==================== phase 3: offline ====================
+        window = sampling_window(length, length, args.n_step)
+        start_time, evaluation_time = time.time(), 0.0
+        bar = progress_bar(args.offline_steps, "offline", "update")
+        global_step = 0
+        while global_step < args.offline_steps:
+            # Several updates in one call, unless something else is due among them.
+            due = min(
+                global_step + every - global_step % every
+                for every in (100, args.target_network_frequency, args.offline_eval_frequency)
+            )
+            count = OFFLINE_UPDATES_PER_CALL
+            count = count if global_step + count <= min(due, args.offline_steps) else 1
+            state, losses = learn(state, replay, window, args.distill_coefficient, count)
+            global_step += count
+            if global_step % args.target_network_frequency == 0:
+                state = update_target(state, args.tau)
+            if global_step % 100 == 0:
+                rate = global_step / (time.time() - start_time - evaluation_time)
+                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
+                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
+                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
+                writer.add_scalar("charts/offline/updates_per_second", rate, global_step)
+            bar.update(count)
+            if global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps:
+                evaluation_start = time.time()
+                save_model(state.params, run_dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
+                offline_return = evaluate(f"offline {global_step}", student_q_function, args.eval_episodes)
+                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
+                bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
+                evaluation_time += time.time() - evaluation_start
+        bar.close()
+        del replay  # before the online replay is made: the two never exist at once
+
+    # ==================== phase 4: online ====================
+    replay, length = make_replay(args.buffer_size, args.num_envs, envs.num_actions)
+    observation, age = envs.reset(), np.zeros(args.num_envs, np.int32)
+    recent_returns: deque[int] = deque(maxlen=10)
+    distill_coefficient, next_loss_log = args.distill_coefficient, 0
+    start_time = time.time()
+    bar = progress_bar(args.total_timesteps, "online", "step")
+    for row, online_step in enumerate(range(0, args.total_timesteps, args.num_envs)):
+        global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
+        epsilon = linear_schedule(
+            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+        )
+        action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
+
+        # The emulator plays while the teacher judges what it has shown and the student learns: none of these calls
+        # waits for its result.
+        teacher_q_values = teacher_apply(teacher_params, observation)
+        if min(row, length) * args.num_envs >= args.learning_starts:
+            updates_due = times_due(online_step, next_step, args.train_frequency)
+            if updates_due:
+                window = sampling_window(row, length, args.n_step)
+                state, losses = learn(state, replay, window, distill_coefficient, updates_due)
+            for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
+                state = update_target(state, args.tau)
+            if updates_due and next_step >= next_loss_log:  # not more often: reading a loss waits for the device
+                next_loss_log = next_step + 100
+                writer.add_scalar("losses/loss", losses.loss.item(), global_step)
+                writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
+                writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
+                writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
+
+        step = envs.recv()
+        replay = write_row(replay, row % length, make_row(observation, action, step, age, teacher_q_values))
+        observation, age = step.observation, next_age(age, step)
+        for score, game_length in step.games:
+            recent_returns.append(score)
+            writer.add_scalar("charts/episodic_return", score, global_step)
+            writer.add_scalar("charts/episodic_length", game_length, global_step)
+            bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+        distill_coefficient = distill_coefficient_now(
+            list(recent_returns), teacher_return, random_return, args.distill_coefficient
+        )
+        if times_due(online_step, next_step, 100):
+            writer.add_scalar("charts/SPS", int(next_step / (time.time() - start_time)), global_step)
+            writer.add_scalar("charts/epsilon", epsilon, global_step)
+            writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
+        bar.update(args.num_envs)
+    bar.close()
+    envs.close()
+
+    # ==================== phase 5: save, evaluate, upload ====================
+    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
+    if args.save_model:
+        save_model(state.params, model_path)
+        print(f"model saved to {model_path}")
+    evaluate("online", student_q_function, args.eval_episodes)
+    for i, episodic_return in enumerate(results["online"]):
+        writer.add_scalar("eval/episodic_return", episodic_return, i)
+    finish_run(args, writer, videos)
+    if args.upload_model:
+        upload_model(args, run_dir, model_path, results["online"], videos)
+    print_summary(results, args.env_id, args.end_e)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))
