@@ -223,8 +223,8 @@ def read_torch(data: bytes) -> dict[str, np.ndarray]:
         import torch
     except ImportError as error:
         raise UserError(
-            f"the teacher is a PyTorch file and PyTorch can't be imported ({error}); pip install torch, or give a "
-            "teacher of dqn_atari_jax"
+            f"the teacher is a PyTorch file and PyTorch can't be imported ({error}); pip install torch, convert the "
+            "file with `python -m cleanrl_utils.convert` where PyTorch is, or give a teacher of dqn_atari_jax"
         ) from error
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

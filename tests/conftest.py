@@ -1,8 +1,14 @@
 """Set-up that every test file shares."""
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+# Runs of the same sizes need not compile again. JAX reads it when it is imported, here or in a script that a test runs.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import pytest
 import torch

@@ -1,0 +1,408 @@
+"""The JAX scripts against the PyTorch scripts: same weights, same batch, same numbers; and what only JAX has."""
+
+import functools
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dqn_atari
+import dqn_atari_jax
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
+import torch
+from flax.traverse_util import flatten_dict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cli import GAME, only, read_scalars, run_script, tiny, write_teacher
+
+from cleanrl_utils.convert import convert
+from cleanrl_utils.errors import UserError
+from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
+from cleanrl_utils.jax_utils import Params, make_q_function, max_pool, params_of, save_model
+from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
+
+REPO = Path(__file__).parent.parent
+A = 6
+
+
+def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Random weights, large enough that no term of the network is too small to be seen."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.5 / fan_in) ** 0.5)
+    return network
+
+
+def to_jax(network: torch.nn.Module) -> Params:
+    """The network's weights as flax variables."""
+    return params_of({key: value.numpy() for key, value in network.state_dict().items()})
+
+
+def to_torch(params: Params) -> dict[str, np.ndarray]:
+    """Flax variables, or gradients of that form, with torch's keys and shapes."""
+    return flax_to_torch({key: np.asarray(value) for key, value in flatten_dict(params, sep="/").items()})
+
+
+def observations(rng: np.random.Generator, size: int, flat: bool = False) -> np.ndarray:
+    """Noise; or flat areas, as games have them, in which a pool finds many maxima of the same size."""
+    if flat:
+        return np.kron(rng.integers(0, 256, (size, 4, 6, 6)), np.ones((14, 14))).astype(np.uint8)
+    return rng.integers(0, 256, (size, 4, 84, 84), dtype=np.uint8)
+
+
+def make_batch(seed: int, size: int = 4, flat: bool = False) -> dict[str, np.ndarray]:
+    """Random transitions, some of which end."""
+    rng = np.random.default_rng(seed)
+    return {
+        "observation": observations(rng, size, flat),
+        "action": rng.integers(0, A, size),
+        "n_step_return": rng.uniform(-2, 2, size).astype(np.float32),
+        "bootstrap_observation": observations(rng, size, flat),
+        "bootstrap_discount": rng.choice([0.0, 0.99, 0.99**3], size).astype(np.float32),
+        "teacher_q_values": rng.normal(size=(size, A)).astype(np.float32),
+    }
+
+
+def torch_batch(script: Any, batch: dict[str, np.ndarray]) -> Any:
+    """The batch that a PyTorch script's loss takes."""
+    return script.Batch(**{key: torch.from_numpy(batch[key]) for key in script.Batch._fields})
+
+
+def jax_batch(script: Any, batch: dict[str, np.ndarray]) -> Any:
+    """The batch that a JAX script's loss takes."""
+    return script.Batch(**{key: jnp.asarray(batch[key]) for key in script.Batch._fields})
+
+
+# ==================== parity ====================
+
+
+@pytest.mark.parametrize(
+    ("network", "twin"),
+    [
+        (qdagger.QNetwork, qdagger_jax.QNetwork),
+        (qdagger.TeacherNetwork, qdagger_jax.TeacherNetwork),
+        (dqn_atari.QNetwork, dqn_atari_jax.QNetwork),
+    ],
+)
+def test_networks(network: Callable, twin: Callable) -> None:
+    """The same weights give the same Q-values, and a new network has the same arrays."""
+    torch_network = spread(network(A), seed=1)
+    observation = observations(np.random.default_rng(0), 4)
+    expected = torch_network(torch.from_numpy(observation)).detach().numpy()
+    q_values = twin(A).apply(to_jax(torch_network), observation)
+    assert q_values.dtype == np.float32
+    np.testing.assert_allclose(q_values, expected, rtol=1e-4, atol=1e-4)
+    shapes = jax.eval_shape(twin(A).init, jax.random.key(0), observation)
+    assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, to_jax(torch_network))
+
+
+@pytest.fixture
+def torch_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The PyTorch networks in float64, though they ask for float32 before the last layer."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_same_gradient(network: torch.nn.Module, gradients: Params) -> None:
+    """Every leaf differs by at most 1e-4 of its length."""
+    leaves = to_torch(gradients)
+    assert leaves.keys() == dict(network.named_parameters()).keys()
+    for name, parameter in network.named_parameters():
+        difference = np.linalg.norm(leaves[name] - parameter.grad.numpy())
+        assert difference <= 1e-4 * np.linalg.norm(parameter.grad.numpy()), name
+
+
+def check_qdagger_loss(batch: dict[str, np.ndarray], weight: float, temperature: float) -> None:
+    """Loss terms to 1e-5, every leaf of the gradient to 1e-4 of its length."""
+    student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (2, 3))
+    gradients, losses = jax.jit(jax.grad(qdagger_jax.qdagger_loss, has_aux=True), static_argnums=5)(
+        to_jax(student),
+        to_jax(target_network),
+        jax_batch(qdagger_jax, batch),
+        weight,
+        temperature,
+        qdagger_jax.QNetwork(A).apply,
+    )
+    expected = qdagger.qdagger_loss(student, target_network, torch_batch(qdagger, batch), weight, temperature)
+    expected.loss.backward()
+    for name in ("loss", "td_loss", "distill_loss"):
+        assert getattr(losses, name).item() == pytest.approx(getattr(expected, name).item(), rel=1e-5), name
+    np.testing.assert_allclose(losses.q_values, expected.q_values.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert_same_gradient(student, gradients)
+
+
+@pytest.mark.parametrize(("weight", "temperature"), [(1.0, 0.1), (0.3, 1.0)])
+def test_qdagger_loss_and_gradient(weight: float, temperature: float) -> None:
+    """Both backends in float32.
+
+    The seed's batch has no window whose two largest pixels differ by rounding only: then either backend may take the
+    other one for the maximum, and both differ from float64 by some 1e-4.
+    """
+    check_qdagger_loss(make_batch(5), weight, temperature)
+
+
+@pytest.mark.usefixtures("torch_in_float64")
+def test_qdagger_gradient_where_a_pool_has_many_maxima() -> None:
+    """PyTorch in float64, for in float32 it rounds the same sum differently in different places of the image."""
+    batch = make_batch(4, flat=True)
+    check_qdagger_loss({k: v.astype(np.float64) if v.dtype == np.float32 else v for k, v in batch.items()}, 1.0, 0.1)
+
+
+def test_dqn_loss_and_gradient() -> None:
+    """The same of the DQN scripts."""
+    online, target_network = (spread(dqn_atari.QNetwork(A), seed) for seed in (5, 6))
+    batch = make_batch(7)
+    loss, q_values = dqn_atari.td_loss(online, target_network, torch_batch(dqn_atari, batch))
+    loss.backward()
+    (twin_loss, twin_q_values), gradients = jax.value_and_grad(dqn_atari_jax.td_loss, has_aux=True)(
+        to_jax(online), to_jax(target_network), jax_batch(dqn_atari_jax, batch), dqn_atari_jax.QNetwork(A).apply
+    )
+    assert twin_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    np.testing.assert_allclose(twin_q_values, q_values.detach().numpy(), rtol=1e-4, atol=1e-5)
+    assert_same_gradient(online, gradients)
+
+
+def test_extreme_q_values_keep_the_loss_finite() -> None:
+    """A teacher thousands of temperatures sure of its action has softmax zeros: 0 · log 0 is 0, not NaN."""
+    q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]])
+    teacher_q = jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
+    batch = qdagger_jax.Batch(jnp.arange(2), jnp.array([0, 1]), jnp.zeros(2), jnp.arange(2), jnp.zeros(2), teacher_q)
+    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(
+        q, q, batch, 1.0, 0.1, lambda q, state: q[state]
+    )
+    assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_updates_are_adams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three updates in one call leave the weights that three of PyTorch leave; the target network stays.
+
+    On a GPU the updates are a scan, which must come out the same.
+    """
+    batches = [make_batch(seed, 2) for seed in (11, 12, 13)]
+    student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (14, 15))
+    network = qdagger_jax.QNetwork(A)
+    optimizer = optax.adam(1e-3)
+    params = to_jax(student)
+    state = qdagger_jax.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.key(0))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(jax_batch(qdagger_jax, batch) for batch in batches))
+
+    def sample(replay: Any, key: jax.Array, *rest: Any) -> qdagger_jax.Batch:
+        """The batches one after the other."""
+        return jax.tree.map(lambda x: x[number(key)], stacked)
+
+    # The chain of keys tells a traced update which one it is.
+    chain, key = [], state.key
+    for _ in batches:
+        key, sample_key = jax.random.split(key)
+        chain.append(jax.random.key_data(sample_key))
+    chain = jnp.stack(chain)
+
+    def number(key: jax.Array) -> jax.Array:
+        return (chain == jax.random.key_data(key)).all(axis=1).argmax()
+
+    monkeypatch.setattr(qdagger_jax, "sample", sample)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    args = qdagger_jax.Args(temperature=0.5)
+    learn = functools.partial(qdagger_jax.update, args=args, apply=network.apply, optimizer=optimizer)
+    state, losses = jax.jit(learn, static_argnums=4)(state, None, (0, 1), 0.7, 3)
+
+    adam = torch.optim.Adam(student.parameters(), lr=1e-3)
+    for batch in batches:
+        expected = qdagger.qdagger_loss(student, target_network, torch_batch(qdagger, batch), 0.7, 0.5)
+        adam.zero_grad()
+        expected.loss.backward()
+        adam.step()
+    assert losses.loss.item() == pytest.approx(expected.loss.item(), rel=1e-4)
+    after, target_after = to_torch(state.params), to_torch(state.target_params)
+    for name, parameter in student.named_parameters():
+        # Where a gradient is hardly more than rounding, so is Adam's step of full length along it.
+        close = np.isclose(after[name], parameter.detach().numpy(), rtol=0, atol=5e-5)
+        assert close.mean() > 0.995, name
+    for name, parameter in target_network.named_parameters():
+        np.testing.assert_array_equal(target_after[name], parameter.detach().numpy())
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+def test_target_network_moves_by_tau(script: Any, tau: float) -> None:
+    """tau 1 copies, bit for bit; anything less goes that share of the way; the online network stays where it is."""
+    rng = np.random.default_rng(8)
+    online, target = ({"w": rng.normal(size=50).astype(np.float32)} for _ in range(2))
+    state = script.TrainState(*jax.tree.map(jnp.array, (online, target)), None, jax.random.key(0))
+    state = script.update_target(state, tau)
+    np.testing.assert_allclose(state.target_params["w"], (1 - tau) * target["w"] + tau * online["w"], atol=1e-6)
+    if tau == 1:
+        np.testing.assert_array_equal(state.target_params["w"], online["w"])
+    np.testing.assert_array_equal(state.params["w"], online["w"])
+
+
+# ==================== max-pooling ====================
+
+
+@settings(max_examples=15)
+@given(height=st.integers(1, 12), width=st.integers(1, 12), seed=st.integers(0, 100), values=st.sampled_from([2, 1000]))
+def test_max_pool_is_flaxs(height: int, width: int, seed: int, values: int) -> None:
+    """Value and gradient, also where a window has several maxima."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, values, (2, height, width, 3)).astype(np.float32) - values / 2
+
+    def reference(x: jax.Array) -> jax.Array:
+        return flax.linen.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+
+    pooled, pull = jax.vjp(max_pool, x)
+    expected, expected_pull = jax.vjp(reference, x)
+    np.testing.assert_array_equal(pooled, expected)
+    gradient = rng.integers(-8, 8, pooled.shape).astype(np.float32)  # integers: sums are exact in any order
+    np.testing.assert_array_equal(pull(gradient)[0], expected_pull(gradient)[0])
+
+
+# ==================== files ====================
+
+
+@pytest.mark.parametrize("network", [qdagger.QNetwork, qdagger.TeacherNetwork])
+def test_convert_there_and_back(network: Callable, tmp_path: Path) -> None:
+    """flax reads what comes out, and the way back gives the same weights under the same keys in the same order."""
+    original = spread(network(A), seed=9).state_dict()
+    torch.save(original, tmp_path / "torch")
+    assert convert(tmp_path / "torch", tmp_path / "new" / "flax") == "flax"
+    twin = qdagger_jax.QNetwork(A) if network is qdagger.QNetwork else qdagger_jax.TeacherNetwork(A)
+    target = twin.init(jax.random.key(0), np.zeros((1, 4, 84, 84), np.uint8))
+    restored = flax.serialization.from_bytes(target, (tmp_path / "new" / "flax").read_bytes())
+    for name, value in to_torch(restored).items():
+        np.testing.assert_array_equal(value, original[name].numpy())
+    assert convert(tmp_path / "new" / "flax", tmp_path / "back") == "torch"
+    back = torch.load(tmp_path / "back", weights_only=True)
+    assert list(back) == list(original)
+    assert all(torch.equal(back[key], original[key]) for key in original)
+
+
+def test_convert_refuses(tmp_path: Path) -> None:
+    """Nothing is overwritten, and what is no model is called so."""
+    torch.save(qdagger.TeacherNetwork(A).state_dict(), tmp_path / "model")
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(UserError, match="exists"):
+        convert(tmp_path / "model", tmp_path / "text")
+    with pytest.raises(UserError, match="no usable model"):
+        convert(tmp_path / "text", tmp_path / "new")
+    with pytest.raises(UserError, match="can't be written"):
+        convert(tmp_path / "model", tmp_path / "text" / "new")
+    assert (tmp_path / "text").read_text() == "hello"
+
+
+def test_save_model_is_what_flax_writes(tmp_path: Path) -> None:
+    """To the byte."""
+    params = to_jax(spread(qdagger.TeacherNetwork(A), seed=10))
+    save_model(params, tmp_path / "model")
+    assert (tmp_path / "model").read_bytes() == flax.serialization.to_bytes(params)
+
+
+def test_both_evaluations_play_the_same_games(tmp_path: Path) -> None:
+    """One model, two backends, one score: rounding aside, which does not decide between actions here."""
+    teacher = write_teacher(tmp_path)
+    flags = {"model": str(teacher / "dqn_atari.cleanrl_model"), "env_id": GAME, "episodes": 3, "epsilon": 0.5}
+    expected = dqn_eval.evaluate(dqn_eval.Args(**flags))
+    np.testing.assert_array_equal(dqn_jax_eval.evaluate(dqn_jax_eval.Args(**flags)), expected)
+
+
+def test_q_function_of_any_batch() -> None:
+    """Games of an evaluation end one by one; what is left gets the Q-values that it would get alone."""
+    network = qdagger_jax.TeacherNetwork(A)
+    params = to_jax(spread(qdagger.TeacherNetwork(A), seed=16))
+    q_function = make_q_function(jax.jit(network.apply), lambda: params)
+    observation = observations(np.random.default_rng(3), 5)
+    expected = np.concatenate([network.apply(params, row[None]) for row in observation])
+    for size in (1, 2, 3, 5):
+        q_values = q_function(observation[:size])
+        assert q_values.shape == (size, A)
+        np.testing.assert_allclose(q_values, expected[:size], rtol=1e-4, atol=1e-5)
+
+
+# ==================== runs ====================
+
+
+def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Acting and learning compile once per phase: every later step finds its program."""
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **kwargs: compiled.append(event) if event.endswith("jaxpr_to_mlir_module_duration") else None
+    )
+    seen: list[int] = []
+    recv = qdagger_jax.AtariEnvs.recv
+
+    def count(self: Any) -> Any:
+        if self.num_envs == 8:  # not the evaluations, which have one game each
+            seen.append(len(compiled))
+        return recv(self)
+
+    monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", count)
+    monkeypatch.chdir(tmp_path)
+    flags = {"num_envs": 8, "teacher_steps": 160, "offline_steps": 0, "total_timesteps": 400, "learning_starts": 80}
+    teacher = write_teacher(tmp_path / "teacher")
+    args = vars(
+        tiny(teacher, **flags, train_frequency=4, target_network_frequency=40, teacher_model_exp_name="dqn_atari")
+    )
+    qdagger_jax.main(qdagger_jax.Args(**{k: v for k, v in args.items() if k in vars(qdagger_jax.Args())}))
+    # Rows 0 to 9 fill the replay; updates begin with row 10, and the target network moves in one of rows 10 to 14.
+    assert len(seen) == 50
+    assert seen[9] > 0
+    assert seen[15:] == [seen[15]] * 35
+
+
+@pytest.mark.parametrize("script", ["qdagger_dqn_atari_jax_impalacnn", "dqn_atari_jax"])
+def test_runs_without_torch(script: str, tmp_path: Path) -> None:
+    """From start to end where PyTorch can't be imported; a teacher of PyTorch then gets one line."""
+    weights = read_weights(write_teacher(tmp_path / "torch") / "dqn_atari.cleanrl_model")
+    (tmp_path / "flax").mkdir()
+    write_flax(tmp_path / "flax" / "dqn_atari_jax.cleanrl_model", torch_to_flax(weights))
+    flags = f"--env-id {GAME} --num-envs 2 --buffer-size 100 --total-timesteps 60 --learning-starts 40 --batch-size 4 "
+    flags += "--eval-episodes 1 --end-e 0.8 --save-model --train-frequency 8"
+    if script.startswith("qdagger"):
+        flags += " --teacher-steps 40 --offline-steps 2 --teacher-eval-episodes 1 --teacher-policy-hf-repo "
+    (tmp_path / "no").mkdir()
+    (tmp_path / "no" / "torch.py").write_text("raise ImportError('No module named torch')")
+
+    def run(flags: str) -> subprocess.CompletedProcess:
+        return run_script(script, tmp_path, *flags.split(), PYTHONPATH=f"{tmp_path / 'no'}:{REPO}")
+
+    result = run(flags + ("flax" if script.startswith("qdagger") else ""))
+    assert result.returncode == 0, result.stderr
+    run_dir = only((tmp_path / "runs").iterdir())
+    assert read_scalars(run_dir)["eval/episodic_return"]
+    weights = read_weights(run_dir / f"{script}.cleanrl_model")
+    assert len(weights) == (34 if script.startswith("qdagger") else 10)
+    if script.startswith("qdagger"):
+        result = run(flags + "torch --teacher-model-exp-name dqn_atari")
+        assert result.returncode == 2
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+        assert "PyTorch" in result.stderr
+        assert "convert" in result.stderr
+
+
+def test_same_seed_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the same scalars, but for those that time something; another seed gives others."""
+    teacher = write_teacher(tmp_path / "teacher")
+    runs = []
+    for name, seed in (("first", 3), ("second", 3), ("other", 4)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        flags = vars(tiny(teacher, seed=seed, offline_steps=100, offline_eval_frequency=100, train_frequency=10))
+        flags = {key: value for key, value in flags.items() if key in vars(qdagger_jax.Args())}
+        qdagger_jax.main(qdagger_jax.Args(**flags | {"total_timesteps": 300, "exp_name": "twin"}))
+        scalars = read_scalars(only(Path("runs").iterdir()))
+        runs.append({tag: events for tag, events in scalars.items() if "SPS" not in tag and "per_second" not in tag})
+    assert {"losses/td_loss", "charts/offline/loss"} <= runs[0].keys()
+    assert runs[0] == runs[1]
+    assert runs[0]["losses/td_loss"] != runs[2]["losses/td_loss"]
