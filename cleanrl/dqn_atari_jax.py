@@ -118,11 +118,11 @@ class Batch(NamedTuple):
     """float32 (B,), γᵐ, or 0 where the life or the game ended before"""
 
 
-class Replay(NamedTuple):
+class Rows(NamedTuple):
     """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
 
-    L rows of N environments: frame uint8 (L, N, 84, 84), the rest (L, N): action uint8, reward float32 and clipped,
-    terminated bool, age int32, valid bool.
+    L rows of N environments: frame uint8 (L, N, 84, 84), the rest (L, N):
+    action uint8, reward float32 and clipped, terminated bool, age int32, valid bool.
     """
 
     frame: jax.Array
@@ -133,78 +133,82 @@ class Replay(NamedTuple):
     valid: jax.Array
 
 
-def make_replay(buffer_size: int, num_envs: int) -> tuple[Replay, int]:
-    """An empty replay for ``buffer_size`` environment steps, and its length L."""
-    shape = (ring_length(buffer_size, num_envs), num_envs)
-    replay = Replay(
-        frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
-        action=jnp.zeros(shape, jnp.uint8),
-        reward=jnp.zeros(shape, jnp.float32),
-        terminated=jnp.zeros(shape, bool),
-        age=jnp.zeros(shape, jnp.int32),
-        valid=jnp.zeros(shape, bool),
-    )
-    return replay, shape[0]
-
-
-def replay_bytes(buffer_size: int) -> int:
-    """Bytes that a replay of this size takes."""
-    return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1)
-
-
 @functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
-def write_row(replay: Replay, slot: int, row: Replay) -> Replay:
-    """The replay with its row ``slot`` replaced, of every environment; ``row`` has the shapes without L."""
-    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), replay, row)
+def write_row(rows: Rows, slot: int, row: Rows) -> Rows:
+    """``rows`` with those in ``slot`` replaced, of all environments; ``row`` has the shapes without L."""
+    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), rows, row)
 
 
-def make_row(observation: np.ndarray, action: np.ndarray, step: Step, age: np.ndarray) -> Replay:
-    """What was seen, what was done, and what came of it: a row of the replay."""
-    return Replay(
-        frame=observation[:, -1],
-        action=action.astype(np.uint8),
-        reward=np.clip(step.reward, -1, 1).astype(np.float32),
-        terminated=step.terminated,
-        age=age,
-        valid=~step.reset,
-    )
+class Replay:
+    """Rows on the device, and what the host has to know of them."""
+
+    def __init__(self, buffer_size: int, args: Args):
+        self.length, self.num_envs, self.n_step = ring_length(buffer_size, args.num_envs), args.num_envs, args.n_step
+        self.rows_written = 0
+        self.env_age = np.zeros(self.num_envs, np.int32)
+        shape = (self.length, self.num_envs)
+        self.rows = Rows(
+            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+            action=jnp.zeros(shape, jnp.uint8),
+            reward=jnp.zeros(shape, jnp.float32),
+            terminated=jnp.zeros(shape, bool),
+            age=jnp.zeros(shape, jnp.int32),
+            valid=jnp.zeros(shape, bool),
+        )
+
+    @staticmethod
+    def num_bytes(buffer_size: int) -> int:
+        """Bytes that a replay of this size takes."""
+        return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The rows [low, high) that may be sampled."""
+        return sampling_window(self.rows_written, self.length, self.n_step)
+
+    def add(self, observation: np.ndarray, action: np.ndarray, step: Step) -> None:
+        """Appends a row per environment: what was seen, what was done, and what came of it."""
+        row = Rows(
+            frame=observation[:, -1],
+            action=action.astype(np.uint8),
+            reward=np.clip(step.reward, -1, 1).astype(np.float32),
+            terminated=step.terminated,
+            age=self.env_age,
+            valid=~step.reset,
+        )
+        self.rows = write_row(self.rows, self.rows_written % self.length, row)
+        self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
+        self.rows_written += 1
 
 
-def next_age(age: np.ndarray, step: Step) -> np.ndarray:
-    """Steps since the reset of every environment's game, int32 (N,), after ``step``."""
-    return np.where(step.reset, 0, age + 1).astype(np.int32)
-
-
-def transitions(replay: Replay, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+def transitions(rows: Rows, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
     """The transitions that start at ``row``, integer (B,), of ring ``env``, integer (B,)."""
-    length = replay.frame.shape[0]
+    length = rows.frame.shape[0]
     slots, envs = (row[:, None] + jnp.arange(n_step)) % length, env[:, None]
     returns, steps, discount = n_step_return(
-        replay.reward[slots, envs], replay.terminated[slots, envs], replay.valid[slots, envs], gamma
+        rows.reward[slots, envs], rows.terminated[slots, envs], rows.valid[slots, envs], gamma
     )
 
     def stack(row: jax.Array) -> jax.Array:
         """The observations at ``row``, uint8 (B, 4, 84, 84)."""
-        rows, in_game = stack_rows(row, replay.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
-        return replay.frame[rows % length, envs] * in_game[:, :, None, None]
+        stacked, in_game = stack_rows(row, rows.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
+        return rows.frame[stacked % length, envs] * in_game[:, :, None, None]
 
-    return Batch(stack(row), replay.action[row % length, env], returns, stack(row + steps), discount)
+    return Batch(stack(row), rows.action[row % length, env], returns, stack(row + steps), discount)
 
 
-def sample(
-    replay: Replay, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float
-) -> Batch:
+def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float) -> Batch:
     """A batch drawn uniformly, with replacement, from the transitions in the ``window`` [low, high) of rows."""
-    length, num_envs = replay.action.shape
+    length, num_envs = rows.action.shape
     row_key, env_key = jax.random.split(key)
     # Final frames are no transitions and are drawn again: eight tries at once, for the shapes are fixed.
     # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
     row = jax.random.randint(row_key, (8, batch_size), *window)
     env = jax.random.randint(env_key, (8, batch_size), 0, num_envs)
-    first = replay.valid[row % length, env].argmax(axis=0)[None]
+    first = rows.valid[row % length, env].argmax(axis=0)[None]
     row, env = jnp.take_along_axis(row, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
     neighbour = jnp.where(row > window[0], row - 1, row + 1)
-    return transitions(replay, jnp.where(replay.valid[row % length, env], row, neighbour), env, n_step, gamma)
+    return transitions(rows, jnp.where(rows.valid[row % length, env], row, neighbour), env, n_step, gamma)
 
 
 def td_loss(
@@ -228,7 +232,7 @@ class TrainState(NamedTuple):
 
 def update(
     state: TrainState,
-    replay: Replay,
+    rows: Rows,
     window: tuple[int, int],
     count: int,
     *,
@@ -240,7 +244,7 @@ def update(
 
     def one(state: TrainState, _: None) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
         key, sample_key = jax.random.split(state.key)
-        batch = sample(replay, sample_key, window, args.batch_size, args.n_step, args.gamma)
+        batch = sample(rows, sample_key, window, args.batch_size, args.n_step, args.gamma)
         (loss, q_values), gradients = jax.value_and_grad(td_loss, has_aux=True)(
             state.params, state.target_params, batch, apply
         )

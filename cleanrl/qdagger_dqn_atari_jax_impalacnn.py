@@ -4,9 +4,8 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 """
 
 import functools
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,21 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
-from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.checks import check_args, require_memory
+from cleanrl_utils.checkpoint import RandomState
+from cleanrl_utils.checks import check_args, require_replay_memory
 from cleanrl_utils.errors import UserError, one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy, play_games, play_wrapped_game, print_summary
+from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
-from cleanrl_utils.jax_utils import Params, available_memory, make_q_function, max_pool, params_of, save_model
+from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
+from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, max_pool, params_of, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.runs import finish_run, progress_bar, start_run
-from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights
-
-# A GPU is through with an update before the next one can be asked for. Divides 100, where losses are logged.
-OFFLINE_UPDATES_PER_CALL = 1 if jax.default_backend() == "cpu" else 20
+from cleanrl_utils.resume import Run, parse_args
+from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights, teacher_repo
 
 
 @dataclass
@@ -57,13 +53,20 @@ class Args:
     hf_entity: str = ""
     """the user or organisation on the Hugging Face Hub; the token's owner when empty"""
 
+    resume: str | None = None
+    """the directory of a run to go on with, `runs/{run_name}`; its flags are taken over"""
+    checkpoint_minutes: float = 10
+    """minutes between checkpoints, which are also written after every phase and when stopped; 0 writes none at all"""
+    max_minutes: float = 0
+    """minutes after which the run stops as if told to, with exit code 0; 0 is no limit"""
+
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame (the paper: 0.25); by default what the id stands for: 0 for -v4, 0.25
     for -v5"""
     total_timesteps: int = 10000000
-    """environment steps (4 frames each) of the online phase"""
+    """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 8
@@ -201,7 +204,7 @@ class Batch(NamedTuple):
     """float32 (B, num_actions), of the observation"""
 
 
-class Replay(NamedTuple):
+class Rows(NamedTuple):
     """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
 
     L rows of N environments: frame uint8 (L, N, 84, 84), teacher_q_values float32 (L, N, num_actions), the rest (L, N):
@@ -218,85 +221,87 @@ class Replay(NamedTuple):
     teacher_q_values: jax.Array
 
 
-def make_replay(buffer_size: int, num_envs: int, num_actions: int) -> tuple[Replay, int]:
-    """An empty replay for ``buffer_size`` environment steps, and its length L."""
-    shape = (ring_length(buffer_size, num_envs), num_envs)
-    replay = Replay(
-        frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
-        action=jnp.zeros(shape, jnp.uint8),
-        reward=jnp.zeros(shape, jnp.float32),
-        terminated=jnp.zeros(shape, bool),
-        age=jnp.zeros(shape, jnp.int32),
-        valid=jnp.zeros(shape, bool),
-        teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
-    )
-    return replay, shape[0]
-
-
-def replay_bytes(buffer_size: int, num_actions: int) -> int:
-    """Bytes that a replay of this size takes."""
-    return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions)
-
-
 @functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
-def write_row(replay: Replay, slot: int, row: Replay) -> Replay:
-    """The replay with its row ``slot`` replaced, of every environment; ``row`` has the shapes without L."""
-    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), replay, row)
+def write_row(rows: Rows, slot: int, row: Rows) -> Rows:
+    """``rows`` with those in ``slot`` replaced, of all environments; ``row`` has the shapes without L."""
+    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), rows, row)
 
 
-def make_row(
-    observation: np.ndarray, action: np.ndarray, step: Step, age: np.ndarray, teacher_q_values: jax.Array | np.ndarray
-) -> Replay:
-    """What was seen, what was done, what came of it, what the teacher thinks: a row of the replay."""
-    return Replay(
-        frame=observation[:, -1],
-        action=action.astype(np.uint8),
-        reward=np.clip(step.reward, -1, 1).astype(np.float32),
-        terminated=step.terminated,
-        age=age,
-        valid=~step.reset,
-        teacher_q_values=teacher_q_values,
-    )
+class Replay:
+    """Rows on the device, and what the host has to know of them."""
+
+    def __init__(self, buffer_size: int, num_actions: int, args: Args):
+        self.length, self.num_envs, self.n_step = ring_length(buffer_size, args.num_envs), args.num_envs, args.n_step
+        self.rows_written = 0
+        self.env_age = np.zeros(self.num_envs, np.int32)
+        shape = (self.length, self.num_envs)
+        self.rows = Rows(
+            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+            action=jnp.zeros(shape, jnp.uint8),
+            reward=jnp.zeros(shape, jnp.float32),
+            terminated=jnp.zeros(shape, bool),
+            age=jnp.zeros(shape, jnp.int32),
+            valid=jnp.zeros(shape, bool),
+            teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
+        )
+
+    @staticmethod
+    def num_bytes(buffer_size: int, num_actions: int) -> int:
+        """Bytes that a replay of this size takes."""
+        return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The rows [low, high) that may be sampled."""
+        return sampling_window(self.rows_written, self.length, self.n_step)
+
+    def add(self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: jax.Array) -> None:
+        """Appends a row per environment: what was seen, what was done, what came of it, what the teacher thinks."""
+        row = Rows(
+            frame=observation[:, -1],
+            action=action.astype(np.uint8),
+            reward=np.clip(step.reward, -1, 1).astype(np.float32),
+            terminated=step.terminated,
+            age=self.env_age,
+            valid=~step.reset,
+            teacher_q_values=teacher_q_values,
+        )
+        self.rows = write_row(self.rows, self.rows_written % self.length, row)
+        self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
+        self.rows_written += 1
 
 
-def next_age(age: np.ndarray, step: Step) -> np.ndarray:
-    """Steps since the reset of every environment's game, int32 (N,), after ``step``."""
-    return np.where(step.reset, 0, age + 1).astype(np.int32)
-
-
-def transitions(replay: Replay, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+def transitions(rows: Rows, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
     """The transitions that start at ``row``, integer (B,), of ring ``env``, integer (B,)."""
-    length = replay.frame.shape[0]
+    length = rows.frame.shape[0]
     slots, envs = (row[:, None] + jnp.arange(n_step)) % length, env[:, None]
     returns, steps, discount = n_step_return(
-        replay.reward[slots, envs], replay.terminated[slots, envs], replay.valid[slots, envs], gamma
+        rows.reward[slots, envs], rows.terminated[slots, envs], rows.valid[slots, envs], gamma
     )
 
     def stack(row: jax.Array) -> jax.Array:
         """The observations at ``row``, uint8 (B, 4, 84, 84)."""
-        rows, in_game = stack_rows(row, replay.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
-        return replay.frame[rows % length, envs] * in_game[:, :, None, None]
+        stacked, in_game = stack_rows(row, rows.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
+        return rows.frame[stacked % length, envs] * in_game[:, :, None, None]
 
     slot = row % length
     return Batch(
-        stack(row), replay.action[slot, env], returns, stack(row + steps), discount, replay.teacher_q_values[slot, env]
+        stack(row), rows.action[slot, env], returns, stack(row + steps), discount, rows.teacher_q_values[slot, env]
     )
 
 
-def sample(
-    replay: Replay, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float
-) -> Batch:
+def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float) -> Batch:
     """A batch drawn uniformly, with replacement, from the transitions in the ``window`` [low, high) of rows."""
-    length, num_envs = replay.action.shape
+    length, num_envs = rows.action.shape
     row_key, env_key = jax.random.split(key)
     # Final frames are no transitions and are drawn again: eight tries at once, for the shapes are fixed.
     # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
     row = jax.random.randint(row_key, (8, batch_size), *window)
     env = jax.random.randint(env_key, (8, batch_size), 0, num_envs)
-    first = replay.valid[row % length, env].argmax(axis=0)[None]
+    first = rows.valid[row % length, env].argmax(axis=0)[None]
     row, env = jnp.take_along_axis(row, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
     neighbour = jnp.where(row > window[0], row - 1, row + 1)
-    return transitions(replay, jnp.where(replay.valid[row % length, env], row, neighbour), env, n_step, gamma)
+    return transitions(rows, jnp.where(rows.valid[row % length, env], row, neighbour), env, n_step, gamma)
 
 
 class Losses(NamedTuple):
@@ -310,12 +315,7 @@ class Losses(NamedTuple):
 
 
 def qdagger_loss(
-    params: Params,
-    target_params: Params,
-    batch: Batch,
-    distill_coefficient: float,
-    temperature: float,
-    apply: Callable[[Params, jax.Array], jax.Array],
+    params: Params, target_params: Params, batch: Batch, distill_coefficient: float, temperature: float, apply: Apply
 ) -> tuple[jax.Array, Losses]:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
@@ -344,20 +344,20 @@ class TrainState(NamedTuple):
 
 def update(
     state: TrainState,
-    replay: Replay,
+    rows: Rows,
     window: tuple[int, int],
     distill_coefficient: float,
     count: int,
     *,
     args: Args,
-    apply: Callable[[Params, jax.Array], jax.Array],
+    apply: Apply,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Losses]:
     """``count`` updates, each on a batch of its own from the ``window`` of rows; returns the last one's losses too."""
 
     def one(state: TrainState, _: None) -> tuple[TrainState, Losses]:
         key, sample_key = jax.random.split(state.key)
-        batch = sample(replay, sample_key, window, args.batch_size, args.n_step, args.gamma)
+        batch = sample(rows, sample_key, window, args.batch_size, args.n_step, args.gamma)
         gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
             state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
         )
@@ -410,180 +410,162 @@ def main(args: Args) -> None:
     check_args(args)
     check_upload_possible(args)
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    # The two replays never exist at once: each must fit for itself.
-    if args.offline_steps:
-        teacher_bytes = replay_bytes(args.teacher_steps, envs.num_actions)
-        what = f"the teacher's replay of {args.teacher_steps:,} steps"
-        require_memory(teacher_bytes, available_memory(), what, "lower --teacher-steps")
-    online_bytes = replay_bytes(args.buffer_size, envs.num_actions)
-    what = f"the online replay of {args.buffer_size:,} steps"
-    require_memory(online_bytes, available_memory(), what, "lower --buffer-size")
-    game = args.env_id.replace("/", "-")  # a slash separates owner and name of a hub repository
-    teacher_repo = args.teacher_policy_hf_repo or f"cleanrl/{game}-{args.teacher_model_exp_name}-seed1"
-    teacher_path = find_teacher(teacher_repo, args.teacher_model_exp_name)
+    require_replay_memory(args, functools.partial(Replay.num_bytes, num_actions=envs.num_actions), available_memory())
+    teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
     teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id)
 
-    run_dir, writer = start_run(args)
-    print(f"run directory: {run_dir}")
+    run = Run(args)
+    writer = run.writer
     rng = np.random.default_rng(args.seed)
     on_cpu = jax.default_backend() == "cpu"  # where XLA computes bfloat16 convolutions more slowly than float32 ones
     student = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
     optimizer = optax.adam(args.learning_rate)
-    key, init_key = jax.random.split(jax.random.key(args.seed))
+    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = student.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    learn = jax.jit(
-        functools.partial(update, args=args, apply=student.apply, optimizer=optimizer),
-        static_argnames="count",
-        donate_argnames="state",
-    )
+    kept = TreeState(lambda: state)
+    run.keep(state=kept, exploration=RandomState(rng))
+    state = kept.restored(state)
+    learn = functools.partial(update, args=args, apply=student.apply, optimizer=optimizer)
+    learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
     teacher_apply = jax.jit(teacher.apply)
     teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
     student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
-    videos: list[Path] = []
-    results: dict[str, np.ndarray] = {}
-
-    def evaluate(name: str, q_function: Callable | None, episodes: int) -> float:
-        """Plays whole games at ε = `end_e` (at random without a Q-function), notes the scores, returns their mean."""
-        returns = play_games(
-            q_function, args.env_id, episodes, args.end_e, args.seed + 1000, args.repeat_action_probability, name
-        )
-        results[name] = returns
-        tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
-        if args.capture_video and q_function is not None:
-            video = Path("videos") / run_dir.name / f"{name.replace(' ', '-')}.mp4"
-            play_wrapped_game(q_function, args.env_id, args.end_e, args.seed, args.repeat_action_probability, video)
-            videos.append(video)
-        return float(returns.mean())
 
     # ==================== phase 1: the teacher ====================
-    teacher_return = evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
-    random_return = evaluate("random", None, args.teacher_eval_episodes)
-    writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
-    writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
-    if teacher_return <= random_return:
-        print(
-            f"WARNING: the teacher ({teacher_return:.1f}) plays no better than random ({random_return:.1f}): is it a "
-            f"teacher of {args.env_id}?"
-        )
+    teacher_return = run.evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
+    random_return = run.evaluate("random", None, args.teacher_eval_episodes)
+    if run.phase == 1:
+        writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
+        writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
+        warn_of_weak_teacher(teacher_return, random_return, args.env_id)
+        run.end_phase(2 if args.offline_steps > 0 else 4)
 
-    if args.offline_steps > 0:
-        # ==================== phase 2: teacher data ====================
-        replay, length = make_replay(args.teacher_steps, args.num_envs, envs.num_actions)
-        observation, age = envs.reset(), np.zeros(args.num_envs, np.int32)
-        start_time = time.time()
-        bar = progress_bar(args.teacher_steps, "teacher data", "step")
-        for row in range(length):
-            epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, row * args.num_envs)
+    # ==================== phase 2: teacher data ====================
+    if run.phase in (2, 3):
+        replay = Replay(args.teacher_steps, envs.num_actions, args)
+        run.keep_replay("teacher", ReplayState(replay))
+    if run.phase == 2:
+        observation = run.reset(envs)
+        teacher_steps = replay.length * args.num_envs
+        for teacher_step in run.steps(teacher_steps, args.num_envs, "teacher data", "step"):
+            epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, teacher_step)
             teacher_q_values = teacher_q_function(observation)
             action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
             step = envs.recv()
-            replay = write_row(replay, row, make_row(observation, action, step, age, teacher_q_values))
-            observation, age = step.observation, next_age(age, step)
+            replay.add(observation, action, step, teacher_q_values)
+            observation = step.observation
             if step.games:
-                bar.set_postfix_str(f"return {step.games[-1][0]}", refresh=False)
-            bar.update(args.num_envs)
-        bar.close()
-        writer.add_scalar("charts/teacher/SPS", int(length * args.num_envs / (time.time() - start_time)), 0)
+                run.bar.set_postfix_str(f"return {step.games[-1][0]}", refresh=False)
+        writer.add_scalar("charts/teacher/SPS", int(teacher_steps / run.seconds), 0)
+        run.end_phase(3)
 
-        # ==================== phase 3: offline ====================
-        window = sampling_window(length, length, args.n_step)
-        start_time, evaluation_time = time.time(), 0.0
-        bar = progress_bar(args.offline_steps, "offline", "update")
-        global_step = 0
-        while global_step < args.offline_steps:
-            # Several updates in one call, unless something else is due among them.
-            due = min(
-                global_step + every - global_step % every
-                for every in (100, args.target_network_frequency, args.offline_eval_frequency)
-            )
-            count = OFFLINE_UPDATES_PER_CALL
-            count = count if global_step + count <= min(due, args.offline_steps) else 1
-            state, losses = learn(state, replay, window, args.distill_coefficient, count)
-            global_step += count
+    # ==================== phase 3: offline ====================
+    if run.phase == 3:
+
+        def evaluate_if_due(global_step: int) -> None:
+            name = f"offline {global_step}"
+            due = global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps
+            if due and global_step > 0 and name not in run.results:
+                save_model(state.params, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
+                offline_return = run.evaluate(name, student_q_function, args.eval_episodes)
+                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
+                run.bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
+
+        evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
+        # A GPU is through with an update before the next one can be asked for: there, several go into one call, as many
+        # as never step over what is due. XLA for CPUs would compile as many copies.
+        frequencies = args.target_network_frequency, args.offline_eval_frequency, args.offline_steps
+        count = 1 if on_cpu else math.gcd(20, *frequencies)
+        for updates in run.steps(args.offline_steps, count, "offline", "update"):
+            global_step = updates + count
+            state, losses = learn(state, replay.rows, replay.window, args.distill_coefficient, count)
+            run.last_update = losses._asdict()
             if global_step % args.target_network_frequency == 0:
                 state = update_target(state, args.tau)
             if global_step % 100 == 0:
-                rate = global_step / (time.time() - start_time - evaluation_time)
+                run.check_finite()
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
-                writer.add_scalar("charts/offline/updates_per_second", rate, global_step)
-            bar.update(count)
-            if global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps:
-                evaluation_start = time.time()
-                save_model(state.params, run_dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
-                offline_return = evaluate(f"offline {global_step}", student_q_function, args.eval_episodes)
-                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
-                bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
-                evaluation_time += time.time() - evaluation_start
-        bar.close()
+                writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
+            evaluate_if_due(global_step)
         del replay  # before the online replay is made: the two never exist at once
+        run.drop_replay()
+        run.end_phase(4)
 
     # ==================== phase 4: online ====================
-    replay, length = make_replay(args.buffer_size, args.num_envs, envs.num_actions)
-    observation, age = envs.reset(), np.zeros(args.num_envs, np.int32)
-    recent_returns: deque[int] = deque(maxlen=10)
-    distill_coefficient, next_loss_log = args.distill_coefficient, 0
-    start_time = time.time()
-    bar = progress_bar(args.total_timesteps, "online", "step")
-    for row, online_step in enumerate(range(0, args.total_timesteps, args.num_envs)):
-        global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
-        epsilon = linear_schedule(
-            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-        )
-        action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
+    if run.phase == 4:
+        replay = Replay(args.buffer_size, envs.num_actions, args)
+        run.keep_replay("online", ReplayState(replay))
+        observation = run.reset(envs)
+        recent_returns: list[int] = run.state.setdefault("recent_returns", [])
+        distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
+        for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
+            global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
+            epsilon = linear_schedule(
+                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+            )
+            action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
-        # The emulator plays while the teacher judges what it has shown and the student learns: none of these calls
-        # waits for its result.
-        teacher_q_values = teacher_apply(teacher_params, observation)
-        if min(row, length) * args.num_envs >= args.learning_starts:
-            updates_due = times_due(online_step, next_step, args.train_frequency)
-            if updates_due:
-                window = sampling_window(row, length, args.n_step)
-                state, losses = learn(state, replay, window, distill_coefficient, updates_due)
-            for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
-                state = update_target(state, args.tau)
-            if updates_due and next_step >= next_loss_log:  # not more often: reading a loss waits for the device
-                next_loss_log = next_step + 100
+            # The emulator plays while the teacher judges what it has shown and the student learns: none of these calls
+            # waits for its result.
+            teacher_q_values, updates_due = teacher_apply(teacher_params, observation), 0
+            if online_step >= args.learning_starts:
+                updates_due = times_due(online_step, next_step, args.train_frequency)
+                if updates_due:
+                    state, losses = learn(state, replay.rows, replay.window, distill_coefficient, updates_due)
+                    run.last_update = losses._asdict()
+                for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
+                    state = update_target(state, args.tau)
+
+            step = envs.recv()
+            replay.add(observation, action, step, teacher_q_values)
+            observation = step.observation
+            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
+                run.state["next_loss_log"] = next_step + 100
+                run.check_finite()
                 writer.add_scalar("losses/loss", losses.loss.item(), global_step)
                 writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
-
-        step = envs.recv()
-        replay = write_row(replay, row % length, make_row(observation, action, step, age, teacher_q_values))
-        observation, age = step.observation, next_age(age, step)
-        for score, game_length in step.games:
-            recent_returns.append(score)
-            writer.add_scalar("charts/episodic_return", score, global_step)
-            writer.add_scalar("charts/episodic_length", game_length, global_step)
-            bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
-        distill_coefficient = distill_coefficient_now(
-            list(recent_returns), teacher_return, random_return, args.distill_coefficient
-        )
-        if times_due(online_step, next_step, 100):
-            writer.add_scalar("charts/SPS", int(next_step / (time.time() - start_time)), global_step)
-            writer.add_scalar("charts/epsilon", epsilon, global_step)
-            writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-        bar.update(args.num_envs)
-    bar.close()
+            for score, length in step.games:
+                recent_returns.append(score)
+                del recent_returns[:-10]
+                writer.add_scalar("charts/episodic_return", score, global_step)
+                writer.add_scalar("charts/episodic_length", length, global_step)
+                run.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+            run.state["distill_coefficient"] = distill_coefficient = distill_coefficient_now(
+                recent_returns, teacher_return, random_return, args.distill_coefficient
+            )
+            if times_due(online_step, next_step, 100):
+                writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
+                writer.add_scalar("charts/epsilon", epsilon, global_step)
+                writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
+        del replay
+        run.drop_replay()
+        run.end_phase(5)
     envs.close()
 
-    # ==================== phase 5: save, evaluate, upload ====================
-    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if args.save_model:
-        save_model(state.params, model_path)
-        print(f"model saved to {model_path}")
-    evaluate("online", student_q_function, args.eval_episodes)
-    for i, episodic_return in enumerate(results["online"]):
-        writer.add_scalar("eval/episodic_return", episodic_return, i)
-    finish_run(args, writer, videos)
+    # ==================== phase 5: save, evaluate ====================
+    model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if run.phase == 5:
+        if args.save_model:
+            save_model(state.params, model_path)
+            print(f"model saved to {model_path}")
+        run.evaluate("online", student_q_function, args.eval_episodes)
+        for i, episodic_return in enumerate(run.results["online"]):
+            writer.add_scalar("eval/episodic_return", episodic_return, i)
+        run.end_phase(6)
+
+    # ==================== phase 6: upload ====================
+    run.close(run.videos)
     if args.upload_model:
-        upload_model(args, run_dir, model_path, results["online"], videos)
-    print_summary(results, args.env_id, args.end_e)
+        upload_model(args, run.dir, model_path, run.results["online"], run.videos)
+    run.finish()
+    print_summary(run.results, args.env_id, args.end_e)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(parse_args(Args))

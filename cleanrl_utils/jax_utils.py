@@ -16,6 +16,9 @@ from cleanrl_utils.teachers import torch_to_flax, write_flax
 Params = dict[str, Any]
 """A Flax network's variables, {"params": {layer: {"kernel": …, "bias": …}}}"""
 
+Apply = Callable[[Params, jax.Array], jax.Array]
+"""Variables and uint8 (B, 4, 84, 84) observations to float32 (B, num_actions) Q-values"""
+
 
 def available_memory() -> int:
     """Bytes that can still be allocated where JAX computes."""
@@ -23,7 +26,7 @@ def available_memory() -> int:
     return stats["bytes_limit"] - stats["bytes_in_use"] if stats else available_host_memory()
 
 
-def make_q_function(apply: Callable[[Params, jax.Array], jax.Array], params: Callable[[], Params]) -> QFunction:
+def make_q_function(apply: Apply, params: Callable[[], Params]) -> QFunction:
     """A network as a function from uint8 (B, 4, 84, 84) to float32 (B, num_actions) NumPy arrays.
 
     Args:
