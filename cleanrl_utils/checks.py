@@ -26,7 +26,7 @@ AT_LEAST_ONE = (
     "teacher_steps",
     "offline_eval_frequency",
 )
-AT_LEAST_ZERO = ("learning_starts", "offline_steps", "distill_coefficient")
+AT_LEAST_ZERO = ("learning_starts", "offline_steps", "distill_coefficient", "checkpoint_minutes", "max_minutes")
 POSITIVE = ("learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 GB = 1e9
@@ -90,6 +90,8 @@ def check_args(args: Any) -> None:
             f"--teacher-steps {args.teacher_steps} is too few to learn from with --num-envs {args.num_envs} and "
             f"--n-step {args.n_step}; it must be at least {needed * args.num_envs}"
         )
+    if getattr(args, "max_minutes", 0) and not args.checkpoint_minutes:
+        raise UserError("--max-minutes stops with a checkpoint, and --checkpoint-minutes 0 writes none; leave one out")
     if args.capture_video:
         check_video_possible()
     if args.track:
