@@ -4,11 +4,12 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
 
-.PHONY: help demo test lint benchmark requirements clean
+.PHONY: help demo test torture lint benchmark requirements clean
 
 help:
 	@echo "make demo       QDagger on Pong from the embedded teacher, about 8 minutes on 2 cores"
 	@echo "make test       the test suite"
+	@echo "make torture    kills and resumes a run 25 times, about 3 minutes"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make benchmark  speed against the plain formulation"
 
@@ -20,6 +21,9 @@ demo: $(VENV)/atari
 
 test: $(VENV)/test
 	$(RUN) -m pytest
+
+torture: $(VENV)/test
+	$(RUN) tests/torture.py --kills 25
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

