@@ -27,7 +27,7 @@ from cleanrl_utils.runs import atomic_write
 Tree = Any
 """Dicts with string keys and lists, nested, of what JSON can hold and of NumPy arrays"""
 
-SEGMENT_BYTES = 2**28  # what a segment is split at: reading one takes this much memory beside the replay
+SEGMENT_BYTES = 2**27  # what a segment is split at: reading takes two of them in memory beside the replay
 
 
 class DamagedFile(Exception):

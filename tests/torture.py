@@ -53,6 +53,11 @@ def start(function: Callable[[], None]) -> int:
         os._exit(code)
 
 
+def newest() -> int:
+    """Number of the newest checkpoint."""
+    return max((int(path.stem) for path in Path().glob("runs/*/checkpoint/*.state")), default=0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25)
@@ -62,12 +67,12 @@ def main() -> None:
     torch_utils.available_cores = lambda: 1
     folder = Path(tempfile.mkdtemp(prefix="torture"))
     teacher = write_teacher(folder / "teacher")
-    # Fewer than five kills in each phase would leave some to chance; the run gets longer with them.
     sizes = {"teacher_steps": 60, "offline_steps": 200, "offline_eval_frequency": 100, "total_timesteps": 400}
     args = tiny(teacher, checkpoint_minutes=1e-9, learning_starts=40, train_frequency=10, **sizes)
     killed: Counter[str] = Counter()
     restarts, in_write = 0, 0
-    run_dir, kills, longest = None, 0, 8.0
+    checkpoints = 60 // 2 + 200 + 400 // 2  # one for each iteration
+    run_dir, kills = None, 0
     while True:
         if run_dir is None:
             attempt = folder / f"attempt{restarts}"
@@ -76,12 +81,18 @@ def main() -> None:
             child = start(lambda: qdagger.main(args))
         else:
             child = start(lambda: qdagger.main(parse_args(qdagger.Args, ["--resume", str(run_dir)])))  # noqa: B023
-        began, delay = time.monotonic(), rng.uniform(0.2, longest) if kills < options.kills else 600.0
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - began < delay:
-            time.sleep(0.002)
+        # Some after a time, most after so many checkpoints that all kills together come to about the end of the run.
+        deadline, goal = time.monotonic() + 600, newest() + rng.uniform(0, 1.6 * checkpoints / (options.kills + 1))
+        if kills == options.kills:
+            goal = float("inf")
+        elif rng.random() < 0.25:
+            deadline, goal = time.monotonic() + rng.uniform(0.1, 3), float("inf")
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline and newest() < goal:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
         if ended[0]:
-            if ended[1]:
-                sys.exit(f"it failed by itself after {kills} kills; see {os.getcwd()}/log")
+            if ended[1] or kills < options.kills:
+                sys.exit(f"it ended by itself after {kills} kills; see {os.getcwd()}/log")
             break
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
