@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.runs import atomic_write
+from cleanrl_utils.runs import atomic_write, sync_directory
 
 Tree = Any
 """Dicts with string keys and lists, nested, of what JSON can hold and of NumPy arrays"""
@@ -198,7 +198,9 @@ class CheckpointStore:
         """
         segments, written = [], set()
         try:
-            self.directory.mkdir(exist_ok=True)
+            if not self.directory.is_dir():
+                self.directory.mkdir()
+                sync_directory(self.directory.parent)
             if replay is not None:
                 oldest = replay.rows_written - replay.length
                 if replay_name == self._replay_name:

@@ -6,6 +6,7 @@ A script is a row of phases, numbered from 1. It tells its :class:`Run` what a c
 """
 
 import dataclasses
+import fcntl
 import os
 import shlex
 import signal
@@ -132,10 +133,12 @@ class Run:
         self._seconds = 0.0
         if args.resume is None:
             self.dir, self.writer = start_run(args)
+            self._lock = lock_directory(self.dir)
             self._store = CheckpointStore(self.dir / "checkpoint")
             print(f"run directory: {self.dir}", flush=True)
         else:
             self.dir = Path(args.resume)
+            self._lock = lock_directory(self.dir)
             self._store, self._loaded = load_checkpoint(self.dir, args)
             self.writer = reopen_run(args, self.dir, self._loaded["event_files"], self._loaded["wandb_id"])
             self.phase, self.done, self._seconds = (self._loaded[name] for name in ("phase", "done", "seconds"))
@@ -375,6 +378,7 @@ class Run:
     def close(self, videos: Sequence[Path] = ()) -> None:
         """Closes the logs, adds ``videos`` to those of W&B; from here on signals do again what they always do."""
         self._release_signals()
+        os.close(self._lock)
         finish_run(self.args, self.writer, videos)
 
     def _release_signals(self) -> None:
@@ -392,6 +396,28 @@ class Run:
                 self._store.forget()
             except OSError as error:
                 warn_once("the last checkpoint can't be removed", error, f"delete {self._store.directory} by hand")
+
+
+def lock_directory(path: Path) -> int:
+    """A file descriptor that keeps other processes from going on with the same run, until it is closed.
+
+    Raises:
+        UserError: there is no such directory, or another process has it.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"--resume {path}: {error.strerror}; give a run's directory, runs/{{run_name}}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"--resume {path}: this run is still running in another process; stop that one first"
+        ) from error
+    except OSError:
+        pass  # a filesystem that knows no locks
+    return descriptor
 
 
 def as_array(value: Any) -> np.ndarray:

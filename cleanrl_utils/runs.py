@@ -36,6 +36,7 @@ class EventWriter:
         while (path := run_dir / f"events.out.tfevents.{started:010d}.{host}").exists():
             started += 1  # a resumed run may begin in the second in which another writer did
         self._file = path.open("xb", buffering=0)
+        sync_directory(run_dir)
         self._path, self._size, self._pending, self._written = path, 0, bytearray(), time.monotonic()
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         atexit.register(self.flush)
@@ -223,8 +224,13 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names of the files in a directory are on the disk."""
+    directory = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)  # the name itself
+        os.fsync(directory)
     finally:
         os.close(directory)

@@ -25,6 +25,7 @@ from test_cli import GAME, TIMED_TAGS, Scalars, only, read_scalars, run_script, 
 from test_replay import Game, Play, TorchQDaggerReplay, frame, scripts
 
 from cleanrl_utils import checkpoint, runs
+from cleanrl_utils import resume as resuming
 from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, RandomState, pack, read_file, unpack, write_file
 from cleanrl_utils.errors import TrainingFailure, UserError, one_line_errors
 from cleanrl_utils.resume import Run, parse_args
@@ -643,11 +644,11 @@ def test_resumed_within_games(
 
 
 def test_stopped_again_and_again(teacher: Path, tmp_path: Path, no_games: list[str]) -> None:
-    """Pieces in which hardly anything is done: a checkpoint at every step, a stop before the first one, longer runs."""
-    args = args_of(qdagger, teacher, checkpoint_minutes=1e-9)
+    """Pieces in which nothing is done, or hardly anything, and a longer run than it was to be."""
+    args = args_of(qdagger, teacher)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        for done in (0, 0, 0, 12, 12, 14, 200):
+        for done in (0, 0, 12, 12, 200):
             with pytest.MonkeyPatch.context() as signals:
                 signal_at(4, done, signals, signal.SIGINT)
                 with pytest.raises(SystemExit, match="130"):
@@ -658,6 +659,22 @@ def test_stopped_again_and_again(teacher: Path, tmp_path: Path, no_games: list[s
     scalars = read_scalars(tmp_path / run_dir)
     steps = [step for step, _ in scalars["charts/SPS"]]
     assert steps == [100 + step - 2 for step in (100, 200, 300, 400)]
+
+
+@pytest.mark.parametrize(
+    ("just_reset", "stops"), [([True, False], False), ([False, False], True), ([True, True], True)]
+)
+def test_no_stop_where_a_game_has_just_ended(just_reset: list[bool], stops: bool) -> None:
+    """The seam's final frame would follow that of the game; a step later it does not."""
+    run, stopped = object.__new__(Run), []
+    run.args, run._last_checkpoint, run._signal = SimpleNamespace(checkpoint_minutes=10.0), float("inf"), None
+    run._envs = SimpleNamespace(just_reset=np.array(just_reset))
+    run._stop = run.save = lambda: stopped.append(True)
+    run._between_steps()
+    assert not stopped, "nothing was due"
+    run._signal = signal.SIGTERM
+    run._between_steps()
+    assert bool(stopped) == stops
 
 
 # ==================== flags ====================
@@ -710,6 +727,15 @@ def test_nothing_to_resume(stopped: Path, tmp_path: Path) -> None:
             parse_args(qdagger.Args, ["--resume", str(path)])
     with pytest.raises(UserError, match=r"qdagger_dqn_atari_impalacnn\.py"):
         parse_args(dqn_atari.Args, ["--resume", str(stopped)])
+
+
+def test_still_running(stopped: Path) -> None:
+    """Two processes in one directory would overwrite each other's checkpoints."""
+    args = parse_args(qdagger.Args, ["--resume", str(stopped)])
+    lock = resuming.lock_directory(stopped)
+    with pytest.raises(UserError, match="still running"):
+        Run(args)
+    os.close(lock)
 
 
 def test_limits_need_checkpoints(teacher: Path) -> None:
@@ -896,12 +922,12 @@ runs.finish_run(args, writer, [])
 
 def test_torture(tmp_path: Path) -> None:
     """Killed at random moments, in checkpoints too, a run ends with every step in its logs once: tests/torture.py."""
-    command = [sys.executable, str(REPO / "tests" / "torture.py"), "--kills", "5", "--seed", "1"]
+    command = [sys.executable, str(REPO / "tests" / "torture.py"), "--kills", "7", "--seed", "1"]
     result = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "5 kills" in result.stdout
+    assert "7 kills" in result.stdout
 
 
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="torture"))
     teacher = write_teacher(folder / "teacher")
     sizes = {"teacher_steps": 60, "offline_steps": 200, "offline_eval_frequency": 100, "total_timesteps": 400}
-    args = tiny(teacher, checkpoint_minutes=1e-9, learning_starts=40, train_frequency=10, **sizes)
+    args = tiny(teacher, checkpoint_minutes=1e-9, learning_starts=40, train_frequency=10, save_model=True, **sizes)
     killed: Counter[str] = Counter()
     restarts, in_write = 0, 0
     checkpoints = 60 // 2 + 200 + 400 // 2  # one for each iteration
@@ -81,15 +81,23 @@ def main() -> None:
             child = start(lambda: qdagger.main(args))
         else:
             child = start(lambda: qdagger.main(parse_args(qdagger.Args, ["--resume", str(run_dir)])))  # noqa: B023
-        # Some after a time, most after so many checkpoints that all kills together come to about the end of the run.
-        deadline, goal = time.monotonic() + 600, newest() + rng.uniform(0, 1.6 * checkpoints / (options.kills + 1))
-        if kills == options.kills:
-            goal = float("inf")
-        elif rng.random() < 0.25:
-            deadline, goal = time.monotonic() + rng.uniform(0.1, 3), float("inf")
-        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline and newest() < goal:
+        # Two kills in the first phase and two in the last. Between them some after a time, most after so many
+        # checkpoints that all kills together come to about the end of the run.
+        began, seconds, goal, in_last_phase = time.monotonic(), 600.0, float("inf"), False
+        if kills < 2:
+            seconds = rng.uniform(0.1, 1.5)
+        elif options.kills - 2 <= kills < options.kills:
+            in_last_phase = True
+        elif kills < options.kills and rng.random() < 0.25:
+            seconds = rng.uniform(0.1, 3)
+        elif kills < options.kills:
+            goal = newest() + rng.uniform(0, 1.6 * checkpoints / (options.kills - 3))
+        while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - began < seconds:
+            if newest() >= goal or (in_last_phase and list(Path().glob(f"runs/*/{args.exp_name}.cleanrl_model"))):
+                break
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
+        if kills < options.kills:
+            time.sleep(rng.uniform(0, 0.1))
         if ended[0]:
             if ended[1] or kills < options.kills:
                 sys.exit(f"it ended by itself after {kills} kills; see {os.getcwd()}/log")
