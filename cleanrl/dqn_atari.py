@@ -4,8 +4,6 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning, wit
 """
 
 import copy
-import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,15 +12,17 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import tyro
 
 from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.checkpoint import RandomState
 from cleanrl_utils.checks import check_args, require_memory
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy, play_games, play_wrapped_game
+from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.runs import finish_run, progress_bar, start_run
+from cleanrl_utils.resume import Run, parse_args
+from cleanrl_utils.schedules import linear_schedule, times_due
+from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
 from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
 
 
@@ -53,12 +53,19 @@ class Args:
     hf_entity: str = ""
     """the user or organisation on the Hugging Face Hub; the token's owner when empty"""
 
+    resume: str | None = None
+    """the directory of a run to go on with, `runs/{run_name}`; its flags are taken over"""
+    checkpoint_minutes: float = 10
+    """minutes between checkpoints, which are also written after every phase and when stopped; 0 writes none at all"""
+    max_minutes: float = 0
+    """minutes after which the run stops as if told to, with exit code 0; 0 is no limit"""
+
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame; by default what the id stands for: 0 for -v4, 0.25 for -v5"""
     total_timesteps: int = 10000000
-    """environment steps (4 frames each) in all"""
+    """environment steps (4 frames each) in all; when a resumed run is given more, epsilon falls over more of them"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 8
@@ -212,16 +219,6 @@ def td_loss(q_network: QNetwork, target_network: QNetwork, batch: Batch) -> tupl
     return F.mse_loss(q_values, target), q_values
 
 
-def linear_schedule(start_e: float, end_e: float, duration: float, step: int) -> float:
-    """ε at ``step``: from ``start_e`` straight to ``end_e`` over ``duration`` steps, then constant."""
-    return start_e + (end_e - start_e) * min(step / duration, 1.0) if duration > 0 else end_e
-
-
-def times_due(start: int, end: int, every: int) -> int:
-    """How many multiples of ``every`` lie in (start, end]."""
-    return end // every - start // every
-
-
 def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
     with torch.no_grad():
@@ -240,8 +237,8 @@ def main(args: Args) -> None:
         f"a replay of {args.buffer_size:,} steps",
         "lower --buffer-size",
     )
-    run_dir, writer = start_run(args)
-    print(f"run directory: {run_dir}")
+    run = Run(args)
+    writer = run.writer
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     rng = np.random.default_rng(args.seed)
@@ -250,73 +247,77 @@ def main(args: Args) -> None:
     q_network = QNetwork(envs.num_actions, bf16).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    replay = Replay(args, device)
     q_function = make_q_function(q_network, device)
+    run.keep(q_network=ModuleState(q_network), target_network=ModuleState(target_network))
+    run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
 
-    # ==================== training ====================
-    observation = envs.reset()
-    recent_returns: deque[int] = deque(maxlen=10)
-    start_time, next_loss_log = time.time(), 0
-    bar = progress_bar(args.total_timesteps, "DQN", "step")
-    for global_step in range(0, args.total_timesteps, args.num_envs):
-        next_step = global_step + args.num_envs
-        epsilon = linear_schedule(
-            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-        )
-        action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
+    # ==================== phase 1: training ====================
+    if run.phase == 1:
+        replay = Replay(args, device)
+        run.keep_replay("replay", ReplayState(replay))
+        observation = run.reset(envs)
+        recent_returns: list[int] = run.state.setdefault("recent_returns", [])
+        for global_step in run.steps(args.total_timesteps, args.num_envs, "DQN", "step"):
+            next_step = global_step + args.num_envs
+            epsilon = linear_schedule(
+                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+            )
+            action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
 
-        # The emulator plays while the network learns.
-        if replay.steps >= args.learning_starts:
-            updates_due = times_due(global_step, next_step, args.train_frequency)
-            for _ in range(updates_due):
-                loss, q_values = td_loss(q_network, target_network, replay.sample(args.batch_size))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                update_target(target_network, q_network, args.tau)
-            if updates_due and next_step >= next_loss_log:  # not more often: reading a loss waits for the device
-                next_loss_log = next_step + 100
+            # The emulator plays while the network learns.
+            updates_due = 0
+            if global_step >= args.learning_starts:
+                updates_due = times_due(global_step, next_step, args.train_frequency)
+                for _ in range(updates_due):
+                    batch = replay.sample(args.batch_size)
+                    loss, q_values = td_loss(q_network, target_network, batch)
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    run.last_update = {"loss": loss, "q_values": q_values, **batch._asdict()}
+                for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
+                    update_target(target_network, q_network, args.tau)
+
+            step = envs.recv()
+            replay.add(observation, action, step)
+            observation = step.observation
+            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
+                run.state["next_loss_log"] = next_step + 100
+                run.check_finite()
                 writer.add_scalar("losses/td_loss", loss.item(), global_step)
                 writer.add_scalar("losses/q_values", q_values.mean().item(), global_step)
-
-        step = envs.recv()
-        replay.add(observation, action, step)
-        observation = step.observation
-        for score, length in step.games:
-            recent_returns.append(score)
-            writer.add_scalar("charts/episodic_return", score, global_step)
-            writer.add_scalar("charts/episodic_length", length, global_step)
-            bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
-        if times_due(global_step, next_step, 100):
-            writer.add_scalar("charts/SPS", int(next_step / (time.time() - start_time)), global_step)
-            writer.add_scalar("charts/epsilon", epsilon, global_step)
-        bar.update(args.num_envs)
-    bar.close()
+            for score, length in step.games:
+                recent_returns.append(score)
+                del recent_returns[:-10]
+                writer.add_scalar("charts/episodic_return", score, global_step)
+                writer.add_scalar("charts/episodic_length", length, global_step)
+                run.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+            if times_due(global_step, next_step, 100):
+                writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
+                writer.add_scalar("charts/epsilon", epsilon, global_step)
+        del replay
+        run.drop_replay()
+        run.end_phase(2)
     envs.close()
 
-    # ==================== save and evaluate ====================
-    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if args.save_model:
-        save_model(q_network, model_path)
-        print(f"model saved to {model_path}")
-    returns = play_games(
-        q_function, args.env_id, args.eval_episodes, args.end_e, args.seed + 1000, args.repeat_action_probability
-    )
-    for i, episodic_return in enumerate(returns):
-        writer.add_scalar("eval/episodic_return", episodic_return, i)
-    print(f"return over {len(returns)} games at epsilon {args.end_e}: {returns.mean():.1f} ± {returns.std():.1f}")
-    videos = []
-    if args.capture_video:
-        videos.append(Path("videos") / run_dir.name / "eval.mp4")
-        play_wrapped_game(
-            q_function, args.env_id, args.end_e, args.seed, args.repeat_action_probability, video=videos[-1]
-        )
-    finish_run(args, writer, videos)
+    # ==================== phase 2: save and evaluate ====================
+    model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if run.phase == 2:
+        if args.save_model:
+            save_model(q_network, model_path)
+            print(f"model saved to {model_path}")
+        run.evaluate("eval", q_function, args.eval_episodes)
+        for i, episodic_return in enumerate(run.results["eval"]):
+            writer.add_scalar("eval/episodic_return", episodic_return, i)
+        run.end_phase(3)
+
+    # ==================== phase 3: upload ====================
+    run.close(run.videos)
     if args.upload_model:
-        upload_model(args, run_dir, model_path, returns, videos)
+        upload_model(args, run.dir, model_path, run.results["eval"], run.videos)
+    run.finish()
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(parse_args(Args))

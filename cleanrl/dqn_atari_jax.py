@@ -4,9 +4,6 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning, wit
 """
 
 import functools
-import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,16 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 
 from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.checkpoint import RandomState
 from cleanrl_utils.checks import check_args, require_memory
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy, play_games, play_wrapped_game
+from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.hub import check_upload_possible, upload_model
-from cleanrl_utils.jax_utils import Params, available_memory, make_q_function, save_model
+from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
+from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.runs import finish_run, progress_bar, start_run
+from cleanrl_utils.resume import Run, parse_args
+from cleanrl_utils.schedules import linear_schedule, times_due
 
 
 @dataclass
@@ -51,12 +50,19 @@ class Args:
     hf_entity: str = ""
     """the user or organisation on the Hugging Face Hub; the token's owner when empty"""
 
+    resume: str | None = None
+    """the directory of a run to go on with, `runs/{run_name}`; its flags are taken over"""
+    checkpoint_minutes: float = 10
+    """minutes between checkpoints, which are also written after every phase and when stopped; 0 writes none at all"""
+    max_minutes: float = 0
+    """minutes after which the run stops as if told to, with exit code 0; 0 is no limit"""
+
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame; by default what the id stands for: 0 for -v4, 0.25 for -v5"""
     total_timesteps: int = 10000000
-    """environment steps (4 frames each) in all"""
+    """environment steps (4 frames each) in all; when a resumed run is given more, epsilon falls over more of them"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 8
@@ -211,9 +217,7 @@ def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int,
     return transitions(rows, jnp.where(rows.valid[row % length, env], row, neighbour), env, n_step, gamma)
 
 
-def td_loss(
-    params: Params, target_params: Params, batch: Batch, apply: Callable[[Params, jax.Array], jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def td_loss(params: Params, target_params: Params, batch: Batch, apply: Apply) -> tuple[jax.Array, jax.Array]:
     """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
     bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
     target = batch.n_step_return + batch.bootstrap_discount * bootstrap
@@ -237,7 +241,7 @@ def update(
     count: int,
     *,
     args: Args,
-    apply: Callable[[Params, jax.Array], jax.Array],
+    apply: Apply,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
     """``count`` updates, each on a batch of its own from the ``window`` of rows; returns what the last one lost too."""
@@ -266,107 +270,97 @@ def update_target(state: TrainState, tau: float) -> TrainState:
     return state._replace(target_params=optax.incremental_update(state.params, state.target_params, tau))
 
 
-def linear_schedule(start_e: float, end_e: float, duration: float, step: int) -> float:
-    """ε at ``step``: from ``start_e`` straight to ``end_e`` over ``duration`` steps, then constant."""
-    return start_e + (end_e - start_e) * min(step / duration, 1.0) if duration > 0 else end_e
-
-
-def times_due(start: int, end: int, every: int) -> int:
-    """How many multiples of ``every`` lie in (start, end]."""
-    return end // every - start // every
-
-
 def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
     require_memory(
-        replay_bytes(args.buffer_size),
+        Replay.num_bytes(args.buffer_size),
         available_memory(),
         f"a replay of {args.buffer_size:,} steps",
         "lower --buffer-size",
     )
-    run_dir, writer = start_run(args)
-    print(f"run directory: {run_dir}")
+    run = Run(args)
+    writer = run.writer
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     on_cpu = jax.default_backend() == "cpu"  # where XLA computes bfloat16 convolutions more slowly than float32 ones
     q_network = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
     optimizer = optax.adam(args.learning_rate)
-    key, init_key = jax.random.split(jax.random.key(args.seed))
+    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = q_network.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    learn = jax.jit(
-        functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer),
-        static_argnames="count",
-        donate_argnames="state",
-    )
+    kept = TreeState(lambda: state)
+    run.keep(state=kept, exploration=RandomState(rng))
+    state = kept.restored(state)
+    learn = functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer)
+    learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
     q_function = make_q_function(jax.jit(q_network.apply), lambda: state.params)
-    replay, length = make_replay(args.buffer_size, args.num_envs)
 
-    # ==================== training ====================
-    observation, age = envs.reset(), np.zeros(args.num_envs, np.int32)
-    recent_returns: deque[int] = deque(maxlen=10)
-    start_time, next_loss_log = time.time(), 0
-    bar = progress_bar(args.total_timesteps, "DQN", "step")
-    for row, global_step in enumerate(range(0, args.total_timesteps, args.num_envs)):
-        next_step = global_step + args.num_envs
-        epsilon = linear_schedule(
-            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-        )
-        action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
+    # ==================== phase 1: training ====================
+    if run.phase == 1:
+        replay = Replay(args.buffer_size, args)
+        run.keep_replay("replay", ReplayState(replay))
+        observation = run.reset(envs)
+        recent_returns: list[int] = run.state.setdefault("recent_returns", [])
+        for global_step in run.steps(args.total_timesteps, args.num_envs, "DQN", "step"):
+            next_step = global_step + args.num_envs
+            epsilon = linear_schedule(
+                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+            )
+            action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
 
-        # The emulator plays while the network learns: neither call waits for its result.
-        if min(row, length) * args.num_envs >= args.learning_starts:
-            updates_due = times_due(global_step, next_step, args.train_frequency)
-            if updates_due:
-                window = sampling_window(row, length, args.n_step)
-                state, (loss, q_values) = learn(state, replay, window, updates_due)
-            for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                state = update_target(state, args.tau)
-            if updates_due and next_step >= next_loss_log:  # not more often: reading a loss waits for the device
-                next_loss_log = next_step + 100
+            # The emulator plays while the network learns: neither of these calls waits for its result.
+            updates_due = 0
+            if global_step >= args.learning_starts:
+                updates_due = times_due(global_step, next_step, args.train_frequency)
+                if updates_due:
+                    state, (loss, q_values) = learn(state, replay.rows, replay.window, updates_due)
+                    run.last_update = {"loss": loss, "q_values": q_values}
+                for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
+                    state = update_target(state, args.tau)
+
+            step = envs.recv()
+            replay.add(observation, action, step)
+            observation = step.observation
+            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
+                run.state["next_loss_log"] = next_step + 100
+                run.check_finite()
                 writer.add_scalar("losses/td_loss", loss.item(), global_step)
                 writer.add_scalar("losses/q_values", q_values.mean().item(), global_step)
-
-        step = envs.recv()
-        replay = write_row(replay, row % length, make_row(observation, action, step, age))
-        observation, age = step.observation, next_age(age, step)
-        for score, game_length in step.games:
-            recent_returns.append(score)
-            writer.add_scalar("charts/episodic_return", score, global_step)
-            writer.add_scalar("charts/episodic_length", game_length, global_step)
-            bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
-        if times_due(global_step, next_step, 100):
-            writer.add_scalar("charts/SPS", int(next_step / (time.time() - start_time)), global_step)
-            writer.add_scalar("charts/epsilon", epsilon, global_step)
-        bar.update(args.num_envs)
-    bar.close()
+            for score, length in step.games:
+                recent_returns.append(score)
+                del recent_returns[:-10]
+                writer.add_scalar("charts/episodic_return", score, global_step)
+                writer.add_scalar("charts/episodic_length", length, global_step)
+                run.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+            if times_due(global_step, next_step, 100):
+                writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
+                writer.add_scalar("charts/epsilon", epsilon, global_step)
+        del replay
+        run.drop_replay()
+        run.end_phase(2)
     envs.close()
 
-    # ==================== save and evaluate ====================
-    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if args.save_model:
-        save_model(state.params, model_path)
-        print(f"model saved to {model_path}")
-    returns = play_games(
-        q_function, args.env_id, args.eval_episodes, args.end_e, args.seed + 1000, args.repeat_action_probability
-    )
-    for i, episodic_return in enumerate(returns):
-        writer.add_scalar("eval/episodic_return", episodic_return, i)
-    print(f"return over {len(returns)} games at epsilon {args.end_e}: {returns.mean():.1f} ± {returns.std():.1f}")
-    videos = []
-    if args.capture_video:
-        videos.append(Path("videos") / run_dir.name / "eval.mp4")
-        play_wrapped_game(
-            q_function, args.env_id, args.end_e, args.seed, args.repeat_action_probability, video=videos[-1]
-        )
-    finish_run(args, writer, videos)
+    # ==================== phase 2: save and evaluate ====================
+    model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if run.phase == 2:
+        if args.save_model:
+            save_model(state.params, model_path)
+            print(f"model saved to {model_path}")
+        run.evaluate("eval", q_function, args.eval_episodes)
+        for i, episodic_return in enumerate(run.results["eval"]):
+            writer.add_scalar("eval/episodic_return", episodic_return, i)
+        run.end_phase(3)
+
+    # ==================== phase 3: upload ====================
+    run.close(run.videos)
     if args.upload_model:
-        upload_model(args, run_dir, model_path, returns, videos)
+        upload_model(args, run.dir, model_path, run.results["eval"], run.videos)
+    run.finish()
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(parse_args(Args))

@@ -4,9 +4,8 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 """
 
 import copy
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,17 +14,18 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import tyro
-from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.checks import check_args, require_memory
+from cleanrl_utils.checkpoint import RandomState
+from cleanrl_utils.checks import check_args, require_replay_memory
 from cleanrl_utils.errors import UserError, one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy, play_games, play_wrapped_game, print_summary
+from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.runs import finish_run, progress_bar, start_run
-from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights
+from cleanrl_utils.resume import Run, parse_args
+from cleanrl_utils.schedules import linear_schedule, times_due
+from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights, teacher_repo
+from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
 from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
 
 
@@ -57,13 +57,20 @@ class Args:
     hf_entity: str = ""
     """the user or organisation on the Hugging Face Hub; the token's owner when empty"""
 
+    resume: str | None = None
+    """the directory of a run to go on with, `runs/{run_name}`; its flags are taken over"""
+    checkpoint_minutes: float = 10
+    """minutes between checkpoints, which are also written after every phase and when stopped; 0 writes none at all"""
+    max_minutes: float = 0
+    """minutes after which the run stops as if told to, with exit code 0; 0 is no limit"""
+
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame (the paper: 0.25); by default what the id stands for: 0 for -v4, 0.25
     for -v5"""
     total_timesteps: int = 10000000
-    """environment steps (4 frames each) of the online phase"""
+    """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 8
@@ -349,16 +356,6 @@ def distill_coefficient_now(
     return distill_coefficient * min(max(gap / advantage, 0.0), 1.0)
 
 
-def linear_schedule(start_e: float, end_e: float, duration: float, step: int) -> float:
-    """ε at ``step``: from ``start_e`` straight to ``end_e`` over ``duration`` steps, then constant."""
-    return start_e + (end_e - start_e) * min(step / duration, 1.0) if duration > 0 else end_e
-
-
-def times_due(start: int, end: int, every: int) -> int:
-    """How many multiples of ``every`` lie in (start, end]."""
-    return end // every - start // every
-
-
 def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
     with torch.no_grad():
@@ -372,21 +369,13 @@ def main(args: Args) -> None:
     check_upload_possible(args)
     device, bf16 = pick_device(args.cuda, args.bf16)
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    # The two replays never exist at once: each must fit for itself.
-    if args.offline_steps:
-        teacher_bytes = Replay.num_bytes(args.teacher_steps, envs.num_actions)
-        what = f"the teacher's replay of {args.teacher_steps:,} steps"
-        require_memory(teacher_bytes, available_memory(device), what, "lower --teacher-steps")
-    online_bytes = Replay.num_bytes(args.buffer_size, envs.num_actions)
-    what = f"the online replay of {args.buffer_size:,} steps"
-    require_memory(online_bytes, available_memory(device), what, "lower --buffer-size")
-    game = args.env_id.replace("/", "-")  # a slash separates owner and name of a hub repository
-    teacher_repo = args.teacher_policy_hf_repo or f"cleanrl/{game}-{args.teacher_model_exp_name}-seed1"
-    teacher_path = find_teacher(teacher_repo, args.teacher_model_exp_name)
+    num_bytes = functools.partial(Replay.num_bytes, num_actions=envs.num_actions)
+    require_replay_memory(args, num_bytes, available_memory(device))
+    teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
     teacher = load_teacher(teacher_path, envs.num_actions, args.env_id).to(device, memory_format=torch.channels_last)
 
-    run_dir, writer = start_run(args)
-    print(f"run directory: {run_dir}")
+    run = Run(args)
+    writer = run.writer
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     rng = np.random.default_rng(args.seed)
@@ -394,49 +383,35 @@ def main(args: Args) -> None:
     target_network = copy.deepcopy(student)
     optimizer = torch.optim.Adam(student.parameters(), lr=args.learning_rate, fused=True)
     teacher_q_function, student_q_function = make_q_function(teacher, device), make_q_function(student, device)
-    videos: list[Path] = []
-    results: dict[str, np.ndarray] = {}
-
-    def evaluate(name: str, q_function: Callable | None, episodes: int) -> float:
-        """Plays whole games at ε = `end_e` (at random without a Q-function), notes the scores, returns their mean."""
-        returns = play_games(
-            q_function, args.env_id, episodes, args.end_e, args.seed + 1000, args.repeat_action_probability, name
-        )
-        results[name] = returns
-        tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
-        if args.capture_video and q_function is not None:
-            video = Path("videos") / run_dir.name / f"{name.replace(' ', '-')}.mp4"
-            play_wrapped_game(q_function, args.env_id, args.end_e, args.seed, args.repeat_action_probability, video)
-            videos.append(video)
-        return float(returns.mean())
+    run.keep(student=ModuleState(student), target_network=ModuleState(target_network))
+    run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
 
     def update(replay: Replay, distill_coefficient: float) -> Losses:
-        losses = qdagger_loss(
-            student, target_network, replay.sample(args.batch_size), distill_coefficient, args.temperature
-        )
+        batch = replay.sample(args.batch_size)
+        losses = qdagger_loss(student, target_network, batch, distill_coefficient, args.temperature)
         optimizer.zero_grad()
         losses.loss.backward()
         optimizer.step()
+        run.last_update = losses._asdict() | batch._asdict()
         return losses
 
     # ==================== phase 1: the teacher ====================
-    teacher_return = evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
-    random_return = evaluate("random", None, args.teacher_eval_episodes)
-    writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
-    writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
-    if teacher_return <= random_return:
-        print(
-            f"WARNING: the teacher ({teacher_return:.1f}) plays no better than random ({random_return:.1f}): is it a "
-            f"teacher of {args.env_id}?"
-        )
+    teacher_return = run.evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
+    random_return = run.evaluate("random", None, args.teacher_eval_episodes)
+    if run.phase == 1:
+        writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
+        writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
+        warn_of_weak_teacher(teacher_return, random_return, args.env_id)
+        run.end_phase(2 if args.offline_steps > 0 else 4)
 
-    if args.offline_steps > 0:
-        # ==================== phase 2: teacher data ====================
+    # ==================== phase 2: teacher data ====================
+    if run.phase in (2, 3):
         replay = Replay(args.teacher_steps, envs.num_actions, args, device)
-        observation = envs.reset()
-        start_time = time.time()
-        bar = progress_bar(args.teacher_steps, "teacher data", "step")
-        for teacher_step in range(0, replay.length * args.num_envs, args.num_envs):
+        run.keep_replay("teacher", ReplayState(replay))
+    if run.phase == 2:
+        observation = run.reset(envs)
+        teacher_steps = replay.length * args.num_envs
+        for teacher_step in run.steps(teacher_steps, args.num_envs, "teacher data", "step"):
             epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, teacher_step)
             teacher_q_values = teacher_q_function(observation)
             action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
@@ -444,97 +419,109 @@ def main(args: Args) -> None:
             replay.add(observation, action, step, teacher_q_values)
             observation = step.observation
             if step.games:
-                bar.set_postfix_str(f"return {step.games[-1][0]}", refresh=False)
-            bar.update(args.num_envs)
-        bar.close()
-        writer.add_scalar("charts/teacher/SPS", int(replay.steps / (time.time() - start_time)), 0)
+                run.bar.set_postfix_str(f"return {step.games[-1][0]}", refresh=False)
+        writer.add_scalar("charts/teacher/SPS", int(teacher_steps / run.seconds), 0)
+        run.end_phase(3)
 
-        # ==================== phase 3: offline ====================
-        start_time, evaluation_time = time.time(), 0.0
-        bar = progress_bar(args.offline_steps, "offline", "update")
-        for global_step in range(1, args.offline_steps + 1):
+    # ==================== phase 3: offline ====================
+    if run.phase == 3:
+
+        def evaluate_if_due(global_step: int) -> None:
+            name = f"offline {global_step}"
+            due = global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps
+            if due and global_step > 0 and name not in run.results:
+                save_model(student, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
+                offline_return = run.evaluate(name, student_q_function, args.eval_episodes)
+                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
+                run.bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
+
+        evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
+        for updates in run.steps(args.offline_steps, 1, "offline", "update"):
+            global_step = updates + 1
             losses = update(replay, args.distill_coefficient)
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, student, args.tau)
             if global_step % 100 == 0:
-                rate = global_step / (time.time() - start_time - evaluation_time)
+                run.check_finite()
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
-                writer.add_scalar("charts/offline/updates_per_second", rate, global_step)
-            bar.update()
-            if global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps:
-                evaluation_start = time.time()
-                save_model(student, run_dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
-                offline_return = evaluate(f"offline {global_step}", student_q_function, args.eval_episodes)
-                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
-                bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
-                evaluation_time += time.time() - evaluation_start
-        bar.close()
+                writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
+            evaluate_if_due(global_step)
         del replay  # before the online replay is made: the two never exist at once
+        run.drop_replay()
+        run.end_phase(4)
 
     # ==================== phase 4: online ====================
-    replay = Replay(args.buffer_size, envs.num_actions, args, device)
-    observation = envs.reset()
-    recent_returns: deque[int] = deque(maxlen=10)
-    distill_coefficient, next_loss_log = args.distill_coefficient, 0
-    start_time = time.time()
-    bar = progress_bar(args.total_timesteps, "online", "step")
-    for online_step in range(0, args.total_timesteps, args.num_envs):
-        global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
-        epsilon = linear_schedule(
-            args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-        )
-        action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
+    if run.phase == 4:
+        replay = Replay(args.buffer_size, envs.num_actions, args, device)
+        run.keep_replay("online", ReplayState(replay))
+        observation = run.reset(envs)
+        recent_returns: list[int] = run.state.setdefault("recent_returns", [])
+        distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
+        for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
+            global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
+            epsilon = linear_schedule(
+                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
+            )
+            action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
-        # The emulator plays while the teacher judges what it has shown and the student learns.
-        teacher_q_values = teacher_q_function(observation)
-        if replay.steps >= args.learning_starts:
-            updates_due = times_due(online_step, next_step, args.train_frequency)
-            for _ in range(updates_due):
-                losses = update(replay, distill_coefficient)
-            for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
-                update_target(target_network, student, args.tau)
-            if updates_due and next_step >= next_loss_log:  # not more often: reading a loss waits for the device
-                next_loss_log = next_step + 100
+            # The emulator plays while the teacher judges what it has shown and the student learns.
+            teacher_q_values, updates_due = teacher_q_function(observation), 0
+            if online_step >= args.learning_starts:
+                updates_due = times_due(online_step, next_step, args.train_frequency)
+                for _ in range(updates_due):
+                    losses = update(replay, distill_coefficient)
+                for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
+                    update_target(target_network, student, args.tau)
+
+            step = envs.recv()
+            replay.add(observation, action, step, teacher_q_values)
+            observation = step.observation
+            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
+                run.state["next_loss_log"] = next_step + 100
+                run.check_finite()
                 writer.add_scalar("losses/loss", losses.loss.item(), global_step)
                 writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
-
-        step = envs.recv()
-        replay.add(observation, action, step, teacher_q_values)
-        observation = step.observation
-        for score, length in step.games:
-            recent_returns.append(score)
-            writer.add_scalar("charts/episodic_return", score, global_step)
-            writer.add_scalar("charts/episodic_length", length, global_step)
-            bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
-        distill_coefficient = distill_coefficient_now(
-            list(recent_returns), teacher_return, random_return, args.distill_coefficient
-        )
-        if times_due(online_step, next_step, 100):
-            writer.add_scalar("charts/SPS", int(next_step / (time.time() - start_time)), global_step)
-            writer.add_scalar("charts/epsilon", epsilon, global_step)
-            writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-        bar.update(args.num_envs)
-    bar.close()
+            for score, length in step.games:
+                recent_returns.append(score)
+                del recent_returns[:-10]
+                writer.add_scalar("charts/episodic_return", score, global_step)
+                writer.add_scalar("charts/episodic_length", length, global_step)
+                run.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+            run.state["distill_coefficient"] = distill_coefficient = distill_coefficient_now(
+                recent_returns, teacher_return, random_return, args.distill_coefficient
+            )
+            if times_due(online_step, next_step, 100):
+                writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
+                writer.add_scalar("charts/epsilon", epsilon, global_step)
+                writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
+        del replay
+        run.drop_replay()
+        run.end_phase(5)
     envs.close()
 
-    # ==================== phase 5: save, evaluate, upload ====================
-    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if args.save_model:
-        save_model(student, model_path)
-        print(f"model saved to {model_path}")
-    evaluate("online", student_q_function, args.eval_episodes)
-    for i, episodic_return in enumerate(results["online"]):
-        writer.add_scalar("eval/episodic_return", episodic_return, i)
-    finish_run(args, writer, videos)
+    # ==================== phase 5: save, evaluate ====================
+    model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if run.phase == 5:
+        if args.save_model:
+            save_model(student, model_path)
+            print(f"model saved to {model_path}")
+        run.evaluate("online", student_q_function, args.eval_episodes)
+        for i, episodic_return in enumerate(run.results["online"]):
+            writer.add_scalar("eval/episodic_return", episodic_return, i)
+        run.end_phase(6)
+
+    # ==================== phase 6: upload ====================
+    run.close(run.videos)
     if args.upload_model:
-        upload_model(args, run_dir, model_path, results["online"], videos)
-    print_summary(results, args.env_id, args.end_e)
+        upload_model(args, run.dir, model_path, run.results["online"], run.videos)
+    run.finish()
+    print_summary(run.results, args.env_id, args.end_e)
 
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(tyro.cli(Args))
+        main(parse_args(Args))

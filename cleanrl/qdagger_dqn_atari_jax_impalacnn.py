@@ -26,6 +26,7 @@ from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, max_pool, params_of, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
+from cleanrl_utils.schedules import linear_schedule, times_due
 from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights, teacher_repo
 
 
@@ -395,16 +396,6 @@ def distill_coefficient_now(
     return distill_coefficient * min(max(gap / advantage, 0.0), 1.0)
 
 
-def linear_schedule(start_e: float, end_e: float, duration: float, step: int) -> float:
-    """ε at ``step``: from ``start_e`` straight to ``end_e`` over ``duration`` steps, then constant."""
-    return start_e + (end_e - start_e) * min(step / duration, 1.0) if duration > 0 else end_e
-
-
-def times_due(start: int, end: int, every: int) -> int:
-    """How many multiples of ``every`` lie in (start, end]."""
-    return end // every - start // every
-
-
 def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
@@ -473,10 +464,10 @@ def main(args: Args) -> None:
                 run.bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
 
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
-        # A GPU is through with an update before the next one can be asked for: there, several go into one call, as many
-        # as never step over what is due. XLA for CPUs would compile as many copies.
-        frequencies = args.target_network_frequency, args.offline_eval_frequency, args.offline_steps
-        count = 1 if on_cpu else math.gcd(20, *frequencies)
+        # A GPU is through with an update before the next one can be asked for: several go into one call there, in a
+        # number that never steps over what is due.
+        due = args.target_network_frequency, args.offline_eval_frequency, args.offline_steps
+        count = 1 if on_cpu else math.gcd(20, *due)
         for updates in run.steps(args.offline_steps, count, "offline", "update"):
             global_step = updates + count
             state, losses = learn(state, replay.rows, replay.window, args.distill_coefficient, count)

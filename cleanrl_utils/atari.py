@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import gymnasium as gym
@@ -79,6 +80,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def env_seeds(seed: int, num_envs: int) -> np.ndarray:
+    """A seed for each copy, uint32 (num_envs,): those of seed 1 and seed 2 don't overlap, as consecutive ones would."""
+    return np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1
+
+
 class AtariEnvs:
     """N copies of one game, emulated in C++ threads, with the preprocessing of Mnih et al. (2015).
 
@@ -121,15 +127,22 @@ class AtariEnvs:
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
-        # Consecutive seeds would make the copies of seed 1 and seed 2 overlap in all but one.
-        self._seeds = np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1
+        self._seeds = env_seeds(seed, num_envs)
         self._score = np.zeros(num_envs, np.int64)
         self._length = np.zeros(num_envs, np.int64)
         self._press_fire = np.zeros(num_envs, bool)
+        self.observation = np.zeros((num_envs, 4, 84, 84), np.uint8)
+        """uint8 (N, 4, 84, 84), the newest"""
+        self.just_reset = np.zeros(num_envs, bool)
+        """bool (N,), the newest observation is a game's first, after another game"""
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """called when the emulator raises, before the error goes on its way"""
 
-    def reset(self) -> np.ndarray:
-        """Starts a new game in every copy; returns uint8 (N, 4, 84, 84)."""
-        observation, info = self._envs.reset(seed=self._seeds.astype(np.int64))
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
+        seeds = self._seeds if seed is None else env_seeds(seed, self.num_envs)
+        observation, info = self._envs.reset(seed=seeds.astype(np.int64))
+        self.observation, self.just_reset = observation, np.zeros(self.num_envs, bool)
         self._game_start = info["frame_number"] - info["episode_frame_number"]
         self._score[:], self._length[:], self._press_fire[:] = 0, 0, False
         return observation
@@ -138,12 +151,20 @@ class AtariEnvs:
         """Starts a step with ``action``; returns the actions really taken (FIRE after a lost life). Both int64 (N,)."""
         if self._fire_action is not None:
             action = np.where(self._press_fire, self._fire_action, action)
-        self._envs.send(action)
+        try:
+            self._envs.send(action)
+        except Exception as error:
+            self.on_failure(error)
+            raise
         return action
 
     def recv(self) -> Step:
         """Waits for the step that :meth:`send` started."""
-        observation, reward, terminated, truncated, info = self._envs.recv()
+        try:
+            observation, reward, terminated, truncated, info = self._envs.recv()
+        except Exception as error:
+            self.on_failure(error)
+            raise
         # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
         # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
         game_start = info["frame_number"] - info["episode_frame_number"]
@@ -153,6 +174,7 @@ class AtariEnvs:
         self._score = np.where(reset, 0, self._score + reward)
         self._length = np.where(reset, 0, self._length + 1)
         self._press_fire = terminated & ~reset
+        self.observation, self.just_reset = observation, reset
         return Step(observation, reward, terminated & ~reset, truncated & ~reset, reset, games)
 
     def step(self, action: np.ndarray) -> Step:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ AT_LEAST_ONE = (
     "teacher_steps",
     "offline_eval_frequency",
 )
-AT_LEAST_ZERO = ("learning_starts", "offline_steps", "distill_coefficient")
+AT_LEAST_ZERO = ("learning_starts", "offline_steps", "distill_coefficient", "checkpoint_minutes", "max_minutes")
 POSITIVE = ("learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 GB = 1e9
@@ -90,6 +91,8 @@ def check_args(args: Any) -> None:
             f"--teacher-steps {args.teacher_steps} is too few to learn from with --num-envs {args.num_envs} and "
             f"--n-step {args.n_step}; it must be at least {needed * args.num_envs}"
         )
+    if getattr(args, "max_minutes", 0) and not args.checkpoint_minutes:
+        raise UserError("--max-minutes stops with a checkpoint, and --checkpoint-minutes 0 writes none; leave one out")
     if args.capture_video:
         check_video_possible()
     if args.track:
@@ -128,3 +131,21 @@ def require_memory(needed: int, available: int, what: str, remedy: str) -> None:
     """
     if needed > available:
         raise UserError(f"{what} needs {needed / GB:.2f} GB and {available / GB:.2f} GB is available; {remedy}")
+
+
+def require_replay_memory(args: Any, num_bytes: Callable[[int], int], available: int) -> None:
+    """Compares the replays of a QDagger run with the memory there is: each for itself, they never exist at once.
+
+    Args:
+        args: the script's flags.
+        num_bytes: bytes that a replay of so many steps takes.
+        available: bytes to be had, of the host or the device.
+
+    Raises:
+        UserError: one of them does not fit.
+    """
+    if args.offline_steps:
+        what = f"the teacher's replay of {args.teacher_steps:,} steps"
+        require_memory(num_bytes(args.teacher_steps), available, what, "lower --teacher-steps")
+    what = f"the online replay of {args.buffer_size:,} steps"
+    require_memory(num_bytes(args.buffer_size), available, what, "lower --buffer-size")

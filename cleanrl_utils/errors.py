@@ -1,4 +1,4 @@
-"""Errors that a user can cause: one line on stderr and exit code 2."""
+"""Errors that end a script with one line on stderr instead of a traceback."""
 
 import sys
 from collections.abc import Iterator
@@ -9,11 +9,19 @@ class UserError(Exception):
     """Something the user can put right. The message says what is wrong, what was found and what to do, in one line."""
 
 
+class TrainingFailure(Exception):
+    """A run that can't go on. The message says what happened and what was saved, in one line."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns a :class:`UserError` raised in the block into its message on stderr and exit code 2, no traceback."""
+    """Turns these errors into their message on stderr and an exit code, 2 for a :class:`UserError`; no traceback."""
     try:
         yield
-    except UserError as error:
+    except (UserError, TrainingFailure) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(error.exit_code if isinstance(error, TrainingFailure) else 2)

@@ -140,3 +140,12 @@ def print_summary(results: dict[str, np.ndarray], env_id: str, epsilon: float) -
     for name, returns in results.items():
         way = f"{(returns.mean() - random) / (teacher - random):.0%}" if teacher != random else "-"
         print(f"  {name:<16}{returns.mean():8.1f} ± {returns.std():5.1f}{way:>10}")
+
+
+def warn_of_weak_teacher(teacher_return: float, random_return: float, env_id: str) -> None:
+    """Prints a warning if the teacher plays no better than random."""
+    if teacher_return <= random_return:
+        print(
+            f"WARNING: the teacher ({teacher_return:.1f}) plays no better than random ({random_return:.1f}): is it a "
+            f"teacher of {env_id}?"
+        )

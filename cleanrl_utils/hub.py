@@ -12,6 +12,9 @@ from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCardData
 
 from cleanrl_utils.errors import UserError
 
+HOW_IT_WAS_RUN = ("resume", "checkpoint_minutes", "max_minutes")
+"""Flags that make no difference to what is learned"""
+
 
 def check_upload_possible(args: Any) -> None:
     """With ``--upload-model``, sees before the training to what would make the upload after it fail.
@@ -140,7 +143,7 @@ def training_command(args: Any) -> str:
     words = ["python", f"cleanrl/{script_of(args).name}"]
     for field in dataclasses.fields(args):
         value, name = getattr(args, field.name), field.name.replace("_", "-")
-        if value == field.default:
+        if value == field.default or field.name in HOW_IT_WAS_RUN:
             continue
         words += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
     return shlex.join(words)

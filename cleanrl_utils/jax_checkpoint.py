@@ -1,4 +1,4 @@
-"""JAX's state as part of a checkpoint: a tree of arrays that is replaced at every update, and a replay on the device."""
+"""JAX's state as part of a checkpoint: trees of arrays, replaced at every update, and a replay on the device."""
 
 import functools
 from collections.abc import Callable

@@ -1,20 +1,105 @@
 """Run directory, TensorBoard and W&B, progress bars, files that are whole or not there."""
 
+import atexit
+import functools
 import os
+import socket
+import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
 from tqdm import tqdm
 
 from cleanrl_utils.errors import UserError
 
+WRITE_EVENTS_EVERY = 10  # seconds
 
-def start_run(args: Any) -> tuple[Path, SummaryWriter]:
+
+class EventWriter:
+    """Writes scalars and texts to a new TensorBoard event file: the part of tensorboardX's SummaryWriter that is used.
+
+    That one hands events to a thread which a full disk ends; its queue then fills and training waits for ever. Nor does
+    its ``flush`` wait for the queue, and a checkpoint has to know what is on the disk. Here events are kept until they
+    are written, and while the disk is full that is tried again and again.
+    """
+
+    def __init__(self, run_dir: Path):
+        started = int(time.time())
+        host = socket.gethostname()
+        while (path := run_dir / f"events.out.tfevents.{started:010d}.{host}").exists():
+            started += 1  # a resumed run may begin in the second in which another writer did
+        self._file = path.open("xb", buffering=0)
+        sync_directory(run_dir)
+        self._path, self._size, self._pending, self._written = path, 0, bytearray(), time.monotonic()
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        atexit.register(self.flush)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Notes a point of the curve ``tag``."""
+        self._add(Event(wall_time=time.time(), step=step, summary=summary.scalar(tag, value)))
+
+    def add_text(self, tag: str, text: str) -> None:
+        """Notes a text, in Markdown."""
+        self._add(Event(wall_time=time.time(), summary=summary.text(tag, text)))
+
+    def _add(self, event: Event) -> None:
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        self._pending += length + struct.pack("<I", masked_crc32c(length)) + data
+        self._pending += struct.pack("<I", masked_crc32c(data))
+        if time.monotonic() - self._written > WRITE_EVENTS_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what is pending; warns, once, if that can't be done."""
+        try:
+            self.sync()
+        except OSError as error:
+            warn_once(f"TensorBoard's {self._path} can't be written", error, "its points are kept in memory")
+
+    def sync(self) -> None:
+        """Writes what is pending to the disk; raises OSError if that can't be done."""
+        self._written = time.monotonic()
+        if self._file.closed:
+            return
+        try:
+            done = 0
+            while done < len(self._pending):
+                done += self._file.write(memoryview(self._pending)[done:])
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(self._size)  # TensorBoard stops reading at half an event
+            self._file.seek(self._size)
+            raise
+        self._size += done
+        self._pending = bytearray()
+
+    def close(self) -> None:
+        """Writes what is pending and closes the file."""
+        self.flush()
+        self._file.close()
+        atexit.unregister(self.flush)
+
+
+def warn_once(what: str, error: Exception, consequence: str) -> None:
+    """A loud line on stderr, the first time that ``what`` fails for this reason; training goes on."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    if (what, reason) not in _warned:
+        _warned.add((what, reason))
+        tqdm.write(f"WARNING: {what} ({reason}); {consequence}", file=sys.stderr)
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def start_run(args: Any) -> tuple[Path, EventWriter]:
     """Makes ``runs/{env_id}__{exp_name}__{seed}__{unix time}``, starts W&B with ``--track``, and writes the flags down.
 
     Returns:
@@ -26,10 +111,10 @@ def start_run(args: Any) -> tuple[Path, SummaryWriter]:
     run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = Path("runs") / run_name
     if args.track:
-        start_wandb(args, run_name)  # before the first writer is made, which it hooks into
+        start_wandb(args, run_dir)
     try:
         run_dir.mkdir(parents=True)
-        writer = SummaryWriter(str(run_dir))
+        writer = EventWriter(run_dir)
     except FileExistsError as error:
         raise UserError(
             f"{run_dir} is that of another run, started in the same second; start this one again"
@@ -43,6 +128,30 @@ def start_run(args: Any) -> tuple[Path, SummaryWriter]:
     return run_dir, writer
 
 
+def event_file_sizes(run_dir: Path) -> dict[str, int]:
+    """Bytes of each of the run's event files."""
+    return {path.name: path.stat().st_size for path in run_dir.glob("events.out.tfevents.*")}
+
+
+def reopen_run(args: Any, run_dir: Path, sizes: dict[str, int], wandb_id: str | None) -> EventWriter:
+    """Cuts the event files back to ``sizes``, so that what is done again is logged once; returns a new writer.
+
+    Raises:
+        UserError: the directory can't be written, or W&B can't start.
+    """
+    if args.track:
+        start_wandb(args, run_dir, wandb_id)
+    try:
+        for name, size in event_file_sizes(run_dir).items():
+            if name not in sizes:
+                (run_dir / name).unlink()
+            elif size > sizes[name]:
+                os.truncate(run_dir / name, sizes[name])
+        return EventWriter(run_dir)
+    except OSError as error:
+        raise UserError(f"{run_dir} can't be written ({error.strerror or error}); make it writable") from error
+
+
 def check_wandb_possible() -> None:
     """Sees to it that ``--track`` can be done; raises UserError where a package that it takes is missing."""
     try:
@@ -52,25 +161,40 @@ def check_wandb_possible() -> None:
         raise UserError(f"--track needs wandb and tensorboard ({error}): pip install wandb tensorboard") from error
 
 
-def start_wandb(args: Any, run_name: str) -> None:
-    """Starts a W&B run that copies everything written to TensorBoard; ``WANDB_MODE=offline`` keeps it on disk."""
+def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
+    """Starts a W&B run, or goes on with the run ``wandb_id``, that copies everything written to TensorBoard.
+
+    ``WANDB_MODE=offline`` keeps it on disk, and so does a server that can't be reached.
+
+    Raises:
+        UserError: nobody is logged in.
+    """
     import wandb
 
+    init = functools.partial(
+        wandb.init,
+        project=args.wandb_project_name,
+        entity=args.wandb_entity,
+        sync_tensorboard=True,
+        config=vars(args),
+        name=run_dir.name,
+        save_code=True,
+        id=wandb_id,
+        resume="allow" if wandb_id else None,
+    )
     try:
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            sync_tensorboard=True,
-            config=vars(args),
-            name=run_name,
-            save_code=True,
-        )
-    except wandb.errors.Error as error:
+        init()
+    except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"W&B can't start ({reason}); run `wandb login`, or set WANDB_MODE=offline") from error
+    except wandb.errors.Error as error:
+        warn_once("W&B can't be reached", error, "it is kept on disk: upload it afterwards with `wandb sync`")
+        init(mode="offline")
+    # What sync_tensorboard does when a SummaryWriter of one of the libraries that it knows is made.
+    wandb.run._tensorboard_callback(str(run_dir))
 
 
-def finish_run(args: Any, writer: SummaryWriter, videos: list[Path]) -> None:
+def finish_run(args: Any, writer: EventWriter, videos: Sequence[Path]) -> None:
     """Closes the writer, and with ``--track`` the W&B run, to which it adds the videos first."""
     writer.close()
     if args.track:
@@ -81,18 +205,32 @@ def finish_run(args: Any, writer: SummaryWriter, videos: list[Path]) -> None:
         wandb.finish()
 
 
-def progress_bar(total: int, description: str, unit: str) -> tqdm:
+def progress_bar(total: int, description: str, unit: str, initial: int = 0) -> tqdm:
     """A bar that shows rate and time left; in a log file, a line every half minute instead of ten a second."""
     interval = 0.5 if sys.stderr.isatty() else 30
-    return tqdm(total=total, desc=description, unit=unit, mininterval=interval, smoothing=0.05)
+    return tqdm(total=total, desc=description, unit=unit, initial=initial, mininterval=interval, smoothing=0.05)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """A file opened for writing that takes the name ``path`` only once it is whole and on the disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names of the files in a directory are on the disk."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -8,7 +8,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgpack
 import numpy as np
@@ -93,6 +93,12 @@ LAYERS: dict[Architecture, tuple[Layer, ...]] = {
 
 
 # ==================== finding ====================
+
+
+def teacher_repo(args: Any) -> str:
+    """Where the teacher is: what the flags say, or by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1."""
+    game = args.env_id.replace("/", "-")  # a slash separates owner and name of a hub repository
+    return args.teacher_policy_hf_repo or f"cleanrl/{game}-{args.teacher_model_exp_name}-seed1"
 
 
 def find_teacher(repo_or_dir: str, exp_name: str) -> Path:

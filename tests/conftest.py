@@ -1,6 +1,7 @@
 """Set-up that every test file shares."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ def denormals() -> Iterator[None]:
     """Scripts that run in this process flush denormal numbers; hypothesis needs them back."""
     yield
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """A run that is broken off in this process leaves its signal handlers behind."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 # No deadline: a machine that also trains is slow at times, and that is no failure.

@@ -444,8 +444,8 @@ def no_long_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def play(*args: Any, **kwargs: Any) -> None:
         raise ReachedLongPhase
 
-    monkeypatch.setattr(qdagger, "play_games", play)
-    monkeypatch.setattr(dqn_atari, "progress_bar", play)
+    monkeypatch.setattr("cleanrl_utils.resume.play_games", play)
+    monkeypatch.setattr("cleanrl_utils.resume.progress_bar", play)
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -79,48 +79,36 @@ class TorchQDaggerReplay(TorchReplay):
         self.replay.add(observation, action, step, teacher_q_values)
 
 
-class JaxReplay:
-    """The replay of a JAX script, whose state the main block keeps: what is written here is what is written there."""
+class JaxReplay(TorchReplay):
+    """The replay of a JAX script, whose rows pure functions read."""
 
-    script, teacher = dqn_atari_jax, False
-    extra: tuple[int, ...] = ()
+    script = dqn_atari_jax
 
     def __init__(self, length: int, num_envs: int, n_step: int, gamma: float, seed: int = 0):
-        self.replay, self.length = self.script.make_replay(length * num_envs, num_envs, *self.extra)
-        self.num_envs, self.n_step, self.gamma = num_envs, n_step, gamma
-        self.age, self.rows_written, self.key = np.zeros(num_envs, np.int32), 0, jax.random.key(seed)
+        super().__init__(length, num_envs, n_step, gamma, seed)
+        self.n_step, self.gamma, self.key = n_step, gamma, jax.random.key(seed)
         # Compiled once for all replays of a kind that have the same sizes.
         self.transitions = jax.jit(self.script.transitions, static_argnames="n_step")
         self.draw = jax.jit(self.script.sample, static_argnames=("batch_size", "n_step"))
 
+    def make(self, flags: dict[str, int | float]) -> dqn_atari_jax.Replay:
+        return dqn_atari_jax.Replay(flags["buffer_size"], dqn_atari_jax.Args(**flags))
+
     @property
     def steps(self) -> int:
-        """As the main block counts them."""
-        return min(self.rows_written, self.length) * self.num_envs
-
-    def add(self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray) -> None:
-        """Appends a row per environment."""
-        teacher = (teacher_q_values,) if self.teacher else ()
-        row = self.script.make_row(observation, action, step, self.age, *teacher)
-        self.replay = self.script.write_row(self.replay, self.rows_written % self.length, row)
-        self.age = self.script.next_age(self.age, step)
-        self.rows_written += 1
+        return min(self.replay.rows_written, self.replay.length) * self.replay.num_envs
 
     def batch(self, row: np.ndarray, env: np.ndarray) -> Arrays:
-        """The transitions that start at these rows."""
         size = 64 * (1 + (len(row) - 1) // 64)  # few different shapes to compile for
         padded = (jnp.asarray(np.resize(index, size)) for index in (row, env))
-        batch = self.transitions(self.replay, *padded, self.n_step, self.gamma)
+        batch = self.transitions(self.replay.rows, *padded, self.n_step, self.gamma)
         return {name: value[: len(row)] for name, value in self.arrays(batch).items()}
 
     def sample(self, batch_size: int) -> Arrays:
-        """Transitions that the replay draws."""
         self.key, key = jax.random.split(self.key)
-        window = sampling_window(self.rows_written, self.length, self.n_step)
-        return self.arrays(self.draw(self.replay, key, window, batch_size, self.n_step, self.gamma))
+        return self.arrays(self.draw(self.replay.rows, key, self.replay.window, batch_size, self.n_step, self.gamma))
 
     def arrays(self, batch: NamedTuple) -> Arrays:
-        """A batch of JAX arrays as NumPy arrays."""
         return {name: np.asarray(value) for name, value in batch._asdict().items()}
 
 
@@ -128,7 +116,12 @@ class JaxQDaggerReplay(JaxReplay):
     """The replay that also stores what the teacher thinks."""
 
     script, teacher = qdagger_jax, True
-    extra = (NUM_ACTIONS,)
+
+    def make(self, flags: dict[str, int | float]) -> qdagger_jax.Replay:
+        return qdagger_jax.Replay(flags["buffer_size"], NUM_ACTIONS, qdagger_jax.Args(**flags))
+
+    def add(self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray) -> None:
+        self.replay.add(observation, action, step, teacher_q_values)
 
 
 BACKENDS = [TorchReplay, TorchQDaggerReplay, JaxReplay, JaxQDaggerReplay]
