@@ -1,4 +1,4 @@
-"""The PyTorch scripts as a user runs them: whole runs of minutes made small, what they leave behind, and bad input.
+"""The scripts as a user runs them: whole runs of minutes made small, what they leave behind, and bad input.
 
 Klax is the game: whatever one does, tiles fall and it is over within a few hundred steps.
 """
@@ -15,18 +15,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import dqn_atari
+import dqn_atari_jax
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.teachers import find_teacher
+from cleanrl_utils.teachers import find_teacher, read_weights
 
 REPO = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "KlaxNoFrameskip-v4", 18
 STUDENT, DQN = "qdagger_dqn_atari_impalacnn", "dqn_atari"
+STUDENT_JAX, DQN_JAX = "qdagger_dqn_atari_jax_impalacnn", "dqn_atari_jax"
 ONLINE_TAGS = {
     *(f"charts/{name}" for name in ("episodic_return", "episodic_length", "epsilon", "distill_coeff", "SPS")),
     *(f"losses/{name}" for name in ("loss", "td_loss", "distill_loss", "q_values")),
@@ -92,6 +95,7 @@ def tiny(teacher: Path | None = None, **changes: Any) -> qdagger.Args:
     flags = {
         "env_id": GAME,
         "teacher_policy_hf_repo": teacher and str(teacher),
+        "teacher_model_exp_name": DQN,
         "teacher_eval_episodes": 1,
         "eval_episodes": 1,
         "end_e": 0.8,  # a student that is hardly trained may do the same thing forever, which takes longer
@@ -107,6 +111,12 @@ def tiny(teacher: Path | None = None, **changes: Any) -> qdagger.Args:
     return qdagger.Args(**(flags | changes))
 
 
+def twin(args: qdagger.Args | dqn_atari.Args, script: Any) -> Any:
+    """The same flags for another script, as far as it has them; the teacher stays the same file."""
+    names = script.Args.__dataclass_fields__.keys() - {"exp_name"}
+    return script.Args(**{name: value for name, value in vars(args).items() if name in names})
+
+
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """For runs in this process: on a busy machine, threads spend more time waiting for each other than computing."""
@@ -116,6 +126,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 class FinishedRun(NamedTuple):
     """A run and what it left."""
 
+    script: str
     folder: Path
     run_dir: Path
     scalars: Scalars
@@ -128,25 +139,25 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_teacher(tmp_path_factory.mktemp("teacher"))
 
 
-@pytest.fixture(scope="module")
-def full_run(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> FinishedRun:
+@pytest.fixture(scope="module", params=[STUDENT, STUDENT_JAX])
+def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> FinishedRun:
     """Everything that one run can do at once: the paper's protocol, tracking, video, saving."""
-    folder = tmp_path_factory.mktemp("full")
+    folder, script = tmp_path_factory.mktemp("full"), request.param
     can_track = importlib.util.find_spec("wandb") is not None
     flags = "--num-envs 8 --teacher-eval-episodes 1 --eval-episodes 1 --teacher-steps 200 --offline-steps 100 "
     flags += "--offline-eval-frequency 60 --total-timesteps 2400 --learning-starts 40 --buffer-size 800 "
     flags += "--batch_size 4 --train_frequency 32 --exploration-fraction 0.5 --end-e 0.8 --temperature 1 "
     flags += "--n-step 3 --repeat-action-probability 0.25 --distill-coefficient 2 --save-model --capture-video"
     result = run_script(
-        STUDENT,
+        script,
         folder,
-        *("--env-id", GAME, "--teacher_policy_hf_repo", teacher, "--exp-name", STUDENT, *flags.split()),
+        *("--env-id", GAME, "--teacher_policy_hf_repo", teacher, "--teacher-model-exp-name", DQN, *flags.split()),
         *(["--track"] if can_track else []),
         WANDB_MODE="offline",
     )
     assert result.returncode == 0, result.stderr
     run_dir = only((folder / "runs").iterdir())
-    return FinishedRun(folder, run_dir, read_scalars(run_dir), result.stdout)
+    return FinishedRun(script, folder, run_dir, read_scalars(run_dir), result.stdout)
 
 
 # ==================== a whole run ====================
@@ -221,21 +232,25 @@ def test_summary(full_run: FinishedRun) -> None:
 
 def test_files(full_run: FinishedRun) -> None:
     """Models of three different moments, loadable as untrusted files; no half-written ones."""
-    assert re.fullmatch(rf"{GAME}__{STUDENT}__1__\d+", full_run.run_dir.name)
+    script = full_run.script
+    assert re.fullmatch(rf"{GAME}__{script}__1__\d+", full_run.run_dir.name)
     names = {path.name for path in full_run.run_dir.iterdir() if not path.name.startswith("events.out")}
-    models = [f"{STUDENT}-offline-60.cleanrl_model", f"{STUDENT}-offline-100.cleanrl_model", f"{STUDENT}.cleanrl_model"]
+    models = [f"{script}-offline-60.cleanrl_model", f"{script}-offline-100.cleanrl_model", f"{script}.cleanrl_model"]
     assert names >= set(models)
     assert not list(full_run.folder.rglob("*.tmp"))
     network = qdagger.QNetwork(NUM_ACTIONS)
-    weights = []
+    first_layers = []
     for name in models:
-        state_dict = torch.load(full_run.run_dir / name, weights_only=True)
-        assert list(state_dict) == list(network.state_dict())
-        assert all(value.is_contiguous() and value.dtype == torch.float32 for value in state_dict.values())
-        network.load_state_dict(state_dict)
-        weights.append(state_dict["network.0.conv.weight"])
-    assert not torch.equal(weights[0], weights[1]), "nothing was learned offline"
-    assert not torch.equal(weights[1], weights[2]), "nothing was learned online"
+        weights = read_weights(full_run.run_dir / name)
+        assert list(weights) == list(network.state_dict())
+        if script == STUDENT:
+            state_dict = torch.load(full_run.run_dir / name, weights_only=True)
+            assert list(state_dict) == list(weights)
+            assert all(value.is_contiguous() and value.dtype == torch.float32 for value in state_dict.values())
+            network.load_state_dict(state_dict)
+        first_layers.append(weights["network.0.conv.weight"])
+    assert not np.array_equal(first_layers[0], first_layers[1]), "nothing was learned offline"
+    assert not np.array_equal(first_layers[1], first_layers[2]), "nothing was learned online"
 
 
 def test_videos(full_run: FinishedRun) -> None:
@@ -255,11 +270,11 @@ def test_tracking(full_run: FinishedRun) -> None:
 def test_student_teaches_the_next(
     full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A student is a teacher for kickstarting, here with no distillation at all, of the sticky -v5 game."""
+    """A student of either backend teaches a PyTorch one: kickstarting, with no distillation at all, of a -v5 game."""
     monkeypatch.chdir(tmp_path)
     args = tiny(
         full_run.run_dir,
-        teacher_model_exp_name=STUDENT,
+        teacher_model_exp_name=full_run.script,
         env_id="ALE/Klax-v5",
         offline_steps=0,
         distill_coefficient=0.0,
@@ -278,10 +293,10 @@ def test_student_teaches_the_next(
     assert heading
     assert "offline" not in summary
 
-    path = find_teacher(str(full_run.run_dir), STUDENT)
-    saved = torch.load(path, weights_only=True)
+    path = find_teacher(str(full_run.run_dir), full_run.script)
+    saved = read_weights(path)
     loaded = qdagger.load_teacher(path, NUM_ACTIONS, GAME).state_dict()
-    assert all(torch.equal(saved[key], loaded[key]) for key in saved)
+    assert all(np.array_equal(saved[key], loaded[key].numpy()) for key in saved)
 
 
 def test_same_seed_same_run(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,25 +467,36 @@ def no_long_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def assert_refused(args: qdagger.Args | dqn_atari.Args, *words: str) -> str:
-    """The script refuses ``args`` in one line that has all ``words``, and leaves nothing behind."""
-    script = qdagger if isinstance(args, qdagger.Args) else dqn_atari
+def refuse(script: Any, args: Any) -> str:
+    """The line in which the script refuses ``args``; it leaves nothing behind."""
     with pytest.raises(UserError) as caught:
         script.main(args)
     message = str(caught.value)
     assert len(message.splitlines()) == 1, message
+    assert not Path("runs").is_dir(), "a run directory was left behind"
+    return message
+
+
+def assert_refused(args: qdagger.Args | dqn_atari.Args, *words: str) -> str:
+    """Both backends refuse ``args`` in the same line, which has all ``words``."""
+    script, other = (qdagger, qdagger_jax) if isinstance(args, qdagger.Args) else (dqn_atari, dqn_atari_jax)
+    message = refuse(script, args)
     for word in words:
         assert word in message, f"{word!r} is not in: {message}"
-    assert not Path("runs").is_dir(), "a run directory was left behind"
+    other_message = refuse(other, twin(args, other))
+    memory = r"[\d.]+ GB is available"  # changes from one moment to the next
+    assert re.sub(memory, "", other_message) == re.sub(memory, "", message)
     return message
 
 
 def test_good_input_is_not_refused(no_long_phase: Path, teacher: Path) -> None:
     """What the cases below change one flag of does get to the first game."""
-    with pytest.raises(ReachedLongPhase):
-        qdagger.main(tiny(teacher))
-    with pytest.raises(ReachedLongPhase):
-        dqn_atari.main(dqn_atari.Args(env_id=GAME, buffer_size=100, learning_starts=40))
+    for script in (qdagger, qdagger_jax):
+        with pytest.raises(ReachedLongPhase):
+            script.main(twin(tiny(teacher), script))
+    for script in (dqn_atari, dqn_atari_jax):
+        with pytest.raises(ReachedLongPhase):
+            script.main(script.Args(env_id=GAME, buffer_size=100, learning_starts=40))
 
 
 NOT_ABOVE = [("num_envs", 0), ("num_envs", -2), ("batch_size", 0), ("train_frequency", 0), ("n_step", 0)]
@@ -618,6 +644,8 @@ def test_missing_package(
         (STUDENT, "--env-id ALE/Klax-v5 --buffer-size 1000 --learning-starts 40 --teacher-steps 1000", "teacher"),
         (STUDENT, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo trap --learning-starts 40", "trap"),
         (DQN, f"--env-id {GAME} --buffer-size {10**10}", "--buffer-size"),
+        (STUDENT_JAX, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo x/y --learning-starts 40", "x/y"),
+        (DQN_JAX, "--env-id CartPole-v1", "CartPole-v1"),
     ],
 )
 def test_bad_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Path) -> None:

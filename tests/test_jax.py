@@ -20,7 +20,7 @@ import torch
 from flax.traverse_util import flatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import GAME, only, read_scalars, run_script, tiny, write_teacher
+from test_cli import GAME, only, read_scalars, run_script, tiny, twin, write_teacher
 
 from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
@@ -349,12 +349,10 @@ def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", count)
     monkeypatch.chdir(tmp_path)
-    flags = {"num_envs": 8, "teacher_steps": 160, "offline_steps": 0, "total_timesteps": 400, "learning_starts": 80}
+    sizes = {"num_envs": 8, "teacher_steps": 160, "offline_steps": 0, "total_timesteps": 400, "learning_starts": 80}
     teacher = write_teacher(tmp_path / "teacher")
-    args = vars(
-        tiny(teacher, **flags, train_frequency=4, target_network_frequency=40, teacher_model_exp_name="dqn_atari")
-    )
-    qdagger_jax.main(qdagger_jax.Args(**{k: v for k, v in args.items() if k in vars(qdagger_jax.Args())}))
+    args = tiny(teacher, **sizes, train_frequency=4, target_network_frequency=40)
+    qdagger_jax.main(twin(args, qdagger_jax))
     # Rows 0 to 9 fill the replay; updates begin with row 10, and the target network moves in one of rows 10 to 14.
     assert len(seen) == 50
     assert seen[9] > 0
@@ -398,9 +396,8 @@ def test_same_seed_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name, seed in (("first", 3), ("second", 3), ("other", 4)):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        flags = vars(tiny(teacher, seed=seed, offline_steps=100, offline_eval_frequency=100, train_frequency=10))
-        flags = {key: value for key, value in flags.items() if key in vars(qdagger_jax.Args())}
-        qdagger_jax.main(qdagger_jax.Args(**flags | {"total_timesteps": 300, "exp_name": "twin"}))
+        sizes = {"offline_steps": 100, "offline_eval_frequency": 100, "train_frequency": 10, "total_timesteps": 300}
+        qdagger_jax.main(twin(tiny(teacher, seed=seed, **sizes), qdagger_jax))
         scalars = read_scalars(only(Path("runs").iterdir()))
         runs.append({tag: events for tag, events in scalars.items() if "SPS" not in tag and "per_second" not in tag})
     assert {"losses/td_loss", "charts/offline/loss"} <= runs[0].keys()
