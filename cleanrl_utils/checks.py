@@ -13,6 +13,7 @@ from cleanrl_utils.errors import UserError
 from cleanrl_utils.evaluation import check_video_possible
 from cleanrl_utils.replay import STACK, ring_length
 from cleanrl_utils.runs import check_wandb_possible
+from cleanrl_utils.schedules import times_due
 
 AT_LEAST_ONE = (
     "total_timesteps",
@@ -81,10 +82,12 @@ def check_args(args: Any) -> None:
             f"--learning-starts {args.learning_starts} leaves the first update nothing to sample from; it must be at "
             f"least {first_rows} with --num-envs {args.num_envs} and --n-step {args.n_step}"
         )
-    if args.learning_starts >= args.total_timesteps:
+    first = math.ceil(args.learning_starts / args.num_envs) * args.num_envs
+    last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
+    if times_due(first, max(first, last), args.train_frequency) == 0:
         raise UserError(
-            f"--learning-starts {args.learning_starts} is not below --total-timesteps {args.total_timesteps}: "
-            "no update would ever be made; lower the one or raise the other"
+            f"--total-timesteps {args.total_timesteps} leaves no update to be made, with --learning-starts "
+            f"{args.learning_starts}, --train-frequency {args.train_frequency} and --num-envs {args.num_envs}; raise it"
         )
     if getattr(args, "offline_steps", 0) > 0 and args.teacher_steps < needed * args.num_envs:
         raise UserError(

@@ -403,7 +403,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
     "changes",
     [
         {"offline_steps": 0, "num_envs": 1, "train_frequency": 70, "total_timesteps": 130, "learning_starts": 99},
-        {"offline_steps": 0, "train_frequency": 1000, "total_timesteps": 130},
+        {"offline_steps": 0, "train_frequency": 100, "total_timesteps": 130},
         {"num_envs": 1, "learning_starts": 99, "total_timesteps": 130, "offline_steps": 1, "offline_eval_frequency": 1},
         {"teacher_steps": 61, "num_envs": 3, "total_timesteps": 100},
     ],
@@ -526,6 +526,8 @@ def test_number_out_of_range(name: str, value: float, no_long_phase: Path, teach
     ("changes", "words"),
     [
         ({"learning_starts": 60}, ("--learning-starts", "--total-timesteps")),
+        ({"learning_starts": 59, "num_envs": 4}, ("--learning-starts", "--total-timesteps")),
+        ({"train_frequency": 61}, ("--train-frequency", "--total-timesteps")),
         ({"learning_starts": 30, "buffer_size": 29}, ("--learning-starts", "--buffer-size")),
         ({"learning_starts": 29, "buffer_size": 29, "num_envs": 4}, ("--learning-starts", "--buffer-size")),
         ({"learning_starts": 0}, ("--learning-starts",)),
