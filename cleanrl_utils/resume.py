@@ -26,7 +26,15 @@ from cleanrl_utils.checks import flag
 from cleanrl_utils.errors import TrainingFailure, UserError
 from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
 from cleanrl_utils.hub import script_of
-from cleanrl_utils.runs import event_file_sizes, finish_run, progress_bar, reopen_run, start_run, warn_once
+from cleanrl_utils.runs import (
+    event_file_sizes,
+    finish_run,
+    progress_bar,
+    reopen_run,
+    start_run,
+    wandb_run_id,
+    warn_once,
+)
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -131,6 +139,7 @@ class Run:
         self._envs: AtariEnvs | None = None
         self._loaded: Tree = None
         self._seconds = 0.0
+        self._wandb_id: str | None = None
         if args.resume is None:
             self.dir, self.writer = start_run(args)
             self._lock = lock_directory(self.dir)
@@ -140,11 +149,14 @@ class Run:
             self.dir = Path(args.resume)
             self._lock = lock_directory(self.dir)
             self._store, self._loaded = load_checkpoint(self.dir, args)
-            self.writer = reopen_run(args, self.dir, self._loaded["event_files"], self._loaded["wandb_id"])
+            self._wandb_id = self._loaded["wandb_id"]  # kept also while nothing is tracked
+            self.writer = reopen_run(args, self.dir, self._loaded["event_files"], self._wandb_id)
             self.phase, self.done, self._seconds = (self._loaded[name] for name in ("phase", "done", "seconds"))
             self.results, self.state = self._loaded["results"], self._loaded["state"]
             self.videos = [Path(video) for video in self._loaded["videos"]]
             print(f"resuming {self.dir} in phase {self.phase} after {self.done:,} steps", flush=True)
+        if args.track:
+            self._wandb_id = wandb_run_id()
         self._phase_started = self._last_checkpoint = time.monotonic()
         self._signal: signal.Signals | None = None
         self._interruptible = False
@@ -325,7 +337,7 @@ class Run:
             self._fail_not_finite(name)
         try:
             self.writer.sync()
-            state |= {"event_files": event_file_sizes(self.dir), "wandb_id": self._wandb_id()}
+            state |= {"event_files": event_file_sizes(self.dir), "wandb_id": self._wandb_id}
             self._store.save(state, self._replay, self._replay_name)
         except OSError as error:
             warn_once("A CHECKPOINT COULD NOT BE WRITTEN", error, f"training goes on; {self._last_saved()}")
@@ -333,13 +345,6 @@ class Run:
         finally:
             self._last_checkpoint = time.monotonic()
         return True
-
-    def _wandb_id(self) -> str | None:
-        if not self.args.track:
-            return self._loaded and self._loaded["wandb_id"]
-        import wandb
-
-        return wandb.run.id
 
     def _last_saved(self) -> str:
         last = self._store.newest

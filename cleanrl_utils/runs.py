@@ -194,6 +194,13 @@ def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
     wandb.run._tensorboard_callback(str(run_dir))
 
 
+def wandb_run_id() -> str:
+    """The id by which the W&B run that was started can be continued."""
+    import wandb
+
+    return wandb.run.id
+
+
 def finish_run(args: Any, writer: EventWriter, videos: Sequence[Path]) -> None:
     """Closes the writer, and with ``--track`` the W&B run, to which it adds the videos first."""
     writer.close()
