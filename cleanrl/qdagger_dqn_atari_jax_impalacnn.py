@@ -464,8 +464,7 @@ def main(args: Args) -> None:
                 run.bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
 
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
-        # A GPU is through with an update before the next one can be asked for: several go into one call there, in a
-        # number that never steps over what is due.
+        # A GPU is through with an update before it is asked for the next: there, as many go into one call as may.
         due = args.target_network_frequency, args.offline_eval_frequency, args.offline_steps
         count = 1 if on_cpu else math.gcd(20, *due)
         for updates in run.steps(args.offline_steps, count, "offline", "update"):
@@ -499,8 +498,7 @@ def main(args: Args) -> None:
             )
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
-            # The emulator plays while the teacher judges what it has shown and the student learns: none of these calls
-            # waits for its result.
+            # The emulator plays while the teacher judges what it has shown and the student learns; no call waits.
             teacher_q_values, updates_due = teacher_apply(teacher_params, observation), 0
             if online_step >= args.learning_starts:
                 updates_due = times_due(online_step, next_step, args.train_frequency)
