@@ -208,12 +208,13 @@ def make_jax(args: Args) -> tuple[Plain, Script, Callable[[], None], str]:
     import optax
 
     from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
-    from cleanrl_utils.jax_utils import make_q_function, max_pool
+    from cleanrl_utils.jax_layers import max_pool
+    from cleanrl_utils.jax_utils import make_q_function, pick_device
 
+    on_cpu = pick_device()
     plain, fast = Plain(args), Script(args)
     num_actions = fast.envs.num_actions
     teacher, teacher_params = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
-    on_cpu = jax.default_backend() == "cpu"
     bf16 = args.bf16 and not on_cpu
     student = script.QNetwork(num_actions, jnp.bfloat16 if bf16 else jnp.float32)
     optimizer = optax.adam(1e-4)

@@ -21,7 +21,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, save_model
+from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
@@ -274,6 +274,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
+    on_cpu = pick_device()  # where XLA computes bfloat16 convolutions more slowly than float32 ones
     require_memory(
         Replay.num_bytes(args.buffer_size),
         available_memory(),
@@ -285,7 +286,6 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    on_cpu = jax.default_backend() == "cpu"  # where XLA computes bfloat16 convolutions more slowly than float32 ones
     q_network = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
     optimizer = optax.adam(args.learning_rate)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))

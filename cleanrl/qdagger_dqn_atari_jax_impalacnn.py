@@ -23,7 +23,8 @@ from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, max_pool, params_of, save_model
+from cleanrl_utils.jax_layers import max_pool
+from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
@@ -400,6 +401,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
+    on_cpu = pick_device()  # where XLA computes bfloat16 convolutions more slowly than float32 ones
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     require_replay_memory(args, functools.partial(Replay.num_bytes, num_actions=envs.num_actions), available_memory())
     teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
@@ -408,14 +410,12 @@ def main(args: Args) -> None:
     run = Run(args)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    on_cpu = jax.default_backend() == "cpu"  # where XLA computes bfloat16 convolutions more slowly than float32 ones
     student = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
     optimizer = optax.adam(args.learning_rate)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = student.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    kept = TreeState(lambda: state)
-    run.keep(state=kept, exploration=RandomState(rng))
+    run.keep(state=(kept := TreeState(lambda: state)), exploration=RandomState(rng))
     state = kept.restored(state)
     learn = functools.partial(update, args=args, apply=student.apply, optimizer=optimizer)
     learn = jax.jit(learn, static_argnames="count", donate_argnames="state")

@@ -1,6 +1,5 @@
 """What the PyTorch scripts share: device, memory, a network as a NumPy function, saving."""
 
-import ctypes
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch.nn as nn
 from cleanrl_utils.atari import available_cores
 from cleanrl_utils.checks import available_host_memory
 from cleanrl_utils.evaluation import QFunction
+from cleanrl_utils.memory import keep_freed_memory
 from cleanrl_utils.runs import atomic_write
 
 
@@ -21,15 +21,7 @@ def pick_device(cuda: bool, bf16: bool) -> tuple[torch.device, bool]:
     # hundred times slower. Set before the first parallel region, whose threads inherit it.
     torch.set_flush_denormal(True)
     torch.set_num_threads(available_cores())
-    # glibc hands large tensors back to the system at every free and faults them in again at the next update.
-    M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # its maximum: replays are larger and still go back to the system
-        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
-        libc.mallopt(M_TOP_PAD, 2**26)
-    except (OSError, AttributeError):
-        pass  # another C library
+    keep_freed_memory()
     return torch.device("cpu"), bf16 and torch.cpu._is_avx512_bf16_supported()
 
 

@@ -25,7 +25,8 @@ from test_cli import GAME, only, read_scalars, run_script, tiny, twin, write_tea
 from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
-from cleanrl_utils.jax_utils import Params, make_q_function, max_pool, params_of, save_model
+from cleanrl_utils.jax_layers import max_pool
+from cleanrl_utils.jax_utils import Params, make_q_function, params_of, save_model
 from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
 
 REPO = Path(__file__).parent.parent
