@@ -2,8 +2,8 @@
 
 The plain formulation is what scripts of this kind usually do: NCHW float32 networks in eager mode, one environment in
 the stable-baselines3 wrappers, whole observations in the replay, acting and learning one after the other, and the
-teacher evaluated in every update. Both sides run on the same weights and in alternation, so that a machine that slows
-down slows both.
+teacher evaluated in every update. It runs in a process of its own, which has not been tuned either (memory allocation,
+denormal numbers), and in alternation with the script, so that a machine that slows down slows both.
 
     python benchmark/throughput.py --teacher teachers/PongNoFrameskip-v4-dqn_atari-seed1 [--backend jax]
 
@@ -11,6 +11,7 @@ Both backends read the same teacher. In JAX the plain formulation is flax's own 
 """
 
 import functools
+import multiprocessing
 import os
 import platform
 import resource
@@ -127,147 +128,178 @@ class Script:
         return self.args.num_envs
 
 
-def make_torch(args: Args) -> tuple[Plain, Script, Callable[[], None], str]:
-    """Both sides in PyTorch, on the same weights; what waits for the device; and what computes."""
+def plain_torch(args: Args) -> tuple[Plain, Callable[[], None]]:
+    """The plain formulation in PyTorch, and what waits for the device."""
     import torch
     import torch.nn.functional as F
 
     from cleanrl import qdagger_dqn_atari_impalacnn as script
-    from cleanrl_utils.torch_utils import make_q_function, pick_device
+    from cleanrl_utils.torch_utils import make_q_function
 
-    device, bf16 = pick_device(args.cuda, args.bf16)
-    torch.manual_seed(1)
-    plain, fast = Plain(args), Script(args)
-    num_actions = fast.envs.num_actions
-    teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
-    weights = script.QNetwork(num_actions).state_dict()
+    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+    side = Plain(args)
+    num_actions = int(side.env.action_space.n)
 
     def nchw_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         """float32, contiguous: what a network does that nobody tuned."""
         return self.network(x / 255.0)
 
-    def make(network_class: type, state: dict[str, torch.Tensor]) -> torch.nn.Module:
-        network = network_class(num_actions).to(device)
-        network.load_state_dict(state)
+    def make(network: torch.nn.Module) -> torch.nn.Module:
         network.forward = nchw_forward.__get__(network)
-        return network
+        return network.to(device)
 
-    plain_teacher = make(script.TeacherNetwork, teacher.state_dict())
-    plain_student, plain_target = make(script.QNetwork, weights), make(script.QNetwork, weights)
-    plain_optimizer = torch.optim.Adam(plain_student.parameters(), lr=1e-4)
-    plain.teacher_q_function = make_q_function(plain_teacher, device)
-    plain.student_q_function = make_q_function(plain_student, device)
+    teacher = make(script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id))
+    student, target_network = (make(script.QNetwork(num_actions)) for _ in range(2))
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)
 
-    def plain_update(*columns: np.ndarray) -> None:
+    def update(*columns: np.ndarray) -> None:
         observation, action, reward, terminated, following = (torch.from_numpy(x).to(device) for x in columns)
         with torch.no_grad():
-            target = reward + 0.99 * ~terminated * plain_target(following).max(dim=1).values
-            teacher_q_values = plain_teacher(observation)
-        q_values = plain_student(observation)
+            target = reward + 0.99 * ~terminated * target_network(following).max(dim=1).values
+            teacher_q_values = teacher(observation)
+        q_values = student(observation)
         loss = F.mse_loss(q_values.gather(1, action[:, None])[:, 0], target) + F.kl_div(
             F.log_softmax(q_values / 0.1, dim=1), F.softmax(teacher_q_values / 0.1, dim=1), reduction="batchmean"
         )
-        plain_optimizer.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        plain_optimizer.step()
+        optimizer.step()
 
-    plain.update = plain_update
+    side.update = update
+    side.teacher_q_function, side.student_q_function = (
+        make_q_function(teacher, device),
+        make_q_function(student, device),
+    )
+    return side, torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
+
+def script_torch(args: Args) -> tuple[Script, Callable[[], None], str]:
+    """The PyTorch script, what waits for the device, and what computes."""
+    import torch
+
+    from cleanrl import qdagger_dqn_atari_impalacnn as script
+    from cleanrl_utils.torch_utils import make_q_function, pick_device
+
+    device, bf16 = pick_device(args.cuda, args.bf16)
+    side = Script(args)
+    num_actions = side.envs.num_actions
+    teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
     teacher = teacher.to(device, memory_format=torch.channels_last)
-    student, target = (
+    student, target_network = (
         script.QNetwork(num_actions, bf16).to(device, memory_format=torch.channels_last) for _ in range(2)
     )
-    student.load_state_dict(weights)
-    target.load_state_dict(weights)
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-4, fused=True)
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
-    fast.replay = script.Replay(50_000, num_actions, script_args, device)
-    fast.teacher_q_function = fast.judge = make_q_function(teacher, device)
-    fast.student_q_function, fast.offline_count = make_q_function(student, device), 1
+    side.replay = script.Replay(50_000, num_actions, script_args, device)
+    side.teacher_q_function = side.judge = make_q_function(teacher, device)
+    side.student_q_function, side.offline_count = make_q_function(student, device), 1
 
     def updates(count: int) -> int:
         for _ in range(count):
-            losses = script.qdagger_loss(student, target, fast.replay.sample(args.batch_size), 1.0, 0.1)
+            losses = script.qdagger_loss(student, target_network, side.replay.sample(args.batch_size), 1.0, 0.1)
             optimizer.zero_grad()
             losses.loss.backward()
             optimizer.step()
         return count
 
-    fast.updates = updates
+    side.updates = updates
     on_gpu = device.type == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"{available_cores()} cores of {cpu_name()}"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
-    return plain, fast, wait, f"{where}; torch {torch.__version__}; bfloat16 {'on' if bf16 else 'off'}"
+    return side, wait, f"{where}; torch {torch.__version__}; bfloat16 {'on' if bf16 else 'off'}"
 
 
-def make_jax(args: Args) -> tuple[Plain, Script, Callable[[], None], str]:
-    """Both sides in JAX, on the same weights; what waits for the device; and what computes."""
+def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
+    """The plain formulation in JAX, and what waits for the device."""
     import flax.linen as nn
+    import jax
+    import optax
+
+    from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
+    from cleanrl_utils.jax_utils import make_q_function
+
+    # flax's own max-pooling, where the script has one whose gradient is faster
+    script.max_pool = functools.partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+    side = Plain(args)
+    num_actions = int(side.env.action_space.n)
+    teacher, teacher_params = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
+    apply, optimizer = script.QNetwork(num_actions).apply, optax.adam(1e-4)
+    state = new_state(script, num_actions, optimizer)
+
+    @jax.jit
+    def learn(state: Any, *columns: np.ndarray) -> Any:
+        observation, action, reward, terminated, following = columns
+        teacher_q_values = teacher.apply(teacher_params, observation)
+        batch = script.Batch(observation, action, reward, following, 0.99 * ~terminated, teacher_q_values)
+        loss = functools.partial(script.qdagger_loss, apply=apply)
+        gradients, _ = jax.grad(loss, has_aux=True)(state.params, state.target_params, batch, 1.0, 0.1)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        return state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
+
+    def update(*columns: np.ndarray) -> None:
+        nonlocal state
+        state = learn(state, *columns)
+
+    side.update = update
+    side.teacher_q_function = make_q_function(jax.jit(teacher.apply), lambda: teacher_params)
+    side.student_q_function = make_q_function(jax.jit(apply), lambda: state.params)
+    return side, lambda: jax.block_until_ready(state)
+
+
+def script_jax(args: Args) -> tuple[Script, Callable[[], None], str]:
+    """The JAX script, what waits for the device, and what computes."""
     import jax
     import jax.numpy as jnp
     import optax
 
     from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
-    from cleanrl_utils.jax_layers import max_pool
     from cleanrl_utils.jax_utils import make_q_function, pick_device
 
     on_cpu = pick_device()
-    plain, fast = Plain(args), Script(args)
-    num_actions = fast.envs.num_actions
+    side = Script(args)
+    num_actions = side.envs.num_actions
     teacher, teacher_params = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
     bf16 = args.bf16 and not on_cpu
     student = script.QNetwork(num_actions, jnp.bfloat16 if bf16 else jnp.float32)
     optimizer = optax.adam(1e-4)
-    params = student.init(jax.random.key(1), np.zeros((1, 4, 84, 84), np.uint8))
-
-    def new_state() -> script.TrainState:
-        copies = (jax.tree.map(jnp.copy, params) for _ in range(2))
-        return script.TrainState(*copies, optimizer.init(params), jax.random.key(2))
-
-    states = {"plain": new_state(), "fast": new_state()}
-    flax_pool = functools.partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
-
-    def plain_apply(params: Any, observation: jax.Array) -> jax.Array:
-        """flax's own max-pooling, where the script has one whose gradient is faster."""
-        script.max_pool = flax_pool
-        try:
-            return script.QNetwork(num_actions).apply(params, observation)
-        finally:
-            script.max_pool = max_pool
-
-    @jax.jit
-    def plain_learn(state: script.TrainState, *columns: np.ndarray) -> script.TrainState:
-        observation, action, reward, terminated, following = columns
-        teacher_q_values = teacher.apply(teacher_params, observation)
-        batch = script.Batch(observation, action, reward, following, 0.99 * ~terminated, teacher_q_values)
-        loss = functools.partial(script.qdagger_loss, apply=plain_apply)
-        gradients, _ = jax.grad(loss, has_aux=True)(state.params, state.target_params, batch, 1.0, 0.1)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-        return state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
-
-    def plain_update(*columns: np.ndarray) -> None:
-        states["plain"] = plain_learn(states["plain"], *columns)
-
+    state = new_state(script, num_actions, optimizer)
     teacher_apply = jax.jit(teacher.apply)
-    plain.update = plain_update
-    plain.teacher_q_function = fast.teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
-    plain.student_q_function = make_q_function(jax.jit(plain_apply), lambda: states["plain"].params)
-    fast.student_q_function = make_q_function(jax.jit(student.apply), lambda: states["fast"].params)
-    fast.judge = functools.partial(teacher_apply, teacher_params)
-    fast.offline_count = 1 if on_cpu else 20
+    side.teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
+    side.student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
+    side.judge = functools.partial(teacher_apply, teacher_params)
+    side.offline_count = 1 if on_cpu else 20
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
-    fast.replay = script.Replay(50_000, num_actions, script_args)
+    side.replay = script.Replay(50_000, num_actions, script_args)
     learn = functools.partial(script.update, args=script_args, apply=student.apply, optimizer=optimizer)
     learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
 
     def updates(count: int) -> int:
-        states["fast"], _ = learn(states["fast"], fast.replay.rows, fast.replay.window, 1.0, count)
+        nonlocal state
+        state, _ = learn(state, side.replay.rows, side.replay.window, 1.0, count)
         return count
 
-    fast.updates = updates
+    side.updates = updates
     where = f"{available_cores()} cores of {cpu_name()}" if on_cpu else jax.devices()[0].device_kind
-    wait = lambda: jax.block_until_ready((states, fast.replay.rows))  # noqa: E731
-    return plain, fast, wait, f"{where}; jax {jax.__version__}; bfloat16 {'on' if bf16 else 'off'}"
+    what = f"{where}; jax {jax.__version__}; bfloat16 {'on' if bf16 else 'off'}"
+    return side, lambda: jax.block_until_ready((state, side.replay.rows)), what
+
+
+def new_state(script: Any, num_actions: int, optimizer: Any) -> Any:
+    """The JAX script's state at the start of a run."""
+    import jax
+
+    params = script.QNetwork(num_actions).init(jax.random.key(1), np.zeros((1, 4, 84, 84), np.uint8))
+    copy = jax.tree.map(jax.numpy.copy, params)
+    return script.TrainState(params, copy, optimizer.init(params), jax.random.key(2))
+
+
+def serve_plain(args: Args, connection: Any) -> None:
+    """Runs the plain formulation in a process of its own: answers the name of a phase with its rate."""
+    side, wait = (plain_jax if args.backend == "jax" else plain_torch)(args)
+    for _ in range(2000):  # something to sample from
+        side.teacher_step()
+    while phase := connection.recv():
+        connection.send(rate(getattr(side, phase), args.seconds, wait))
 
 
 def rate(work: Callable[[], int], seconds: float, wait: Callable[[], None]) -> float:
@@ -305,21 +337,23 @@ def peak_memory(args: Args) -> float:
 
 def main(args: Args) -> None:
     args.teacher = str(Path(args.teacher).resolve()) if Path(args.teacher).is_dir() else args.teacher
-    plain, fast, wait, where = (make_jax if args.backend == "jax" else make_torch)(args)
-    for _ in range(2000):  # something to sample from
-        plain.teacher_step()
+    connection, other_end = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=serve_plain, args=(args, other_end), daemon=True).start()
+    script, wait, what = (script_jax if args.backend == "jax" else script_torch)(args)
     for _ in range(2000 // args.num_envs):
-        fast.teacher_step()
+        script.teacher_step()
 
     phases = ("teacher_step", "offline_update", "online_step")
     rates: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.rounds):
         for phase in phases:
-            for name, side in (("plain", plain), ("script", fast)):
-                rates.setdefault((phase, name), []).append(rate(getattr(side, phase), args.seconds, wait))
+            connection.send(phase)
+            rates.setdefault((phase, "plain"), []).append(connection.recv())
+            rates.setdefault((phase, "script"), []).append(rate(getattr(script, phase), args.seconds, wait))
+    connection.send("")
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"\n{where}; commit {commit}")
+    print(f"\n{what}; commit {commit}")
     print(f"batch {args.batch_size}, num_envs {args.num_envs}, medians of {args.rounds} rounds of {args.seconds:g} s\n")
     print("| phase | plain | this script | ratio |\n|---|---|---|---|")
     for phase, unit in zip(phases, ("teacher data, steps/s", "offline, updates/s", "online, steps/s"), strict=True):
