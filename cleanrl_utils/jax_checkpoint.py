@@ -53,7 +53,9 @@ class ReplayState:
         return self.replay.rows_written
 
     def read(self, low: int, high: int) -> dict[str, np.ndarray]:
-        """The rows in slots ``[low, high)``."""
+        """The rows in slots ``[low, high)``; views, to be gone before the next row is added, if they are on the CPU."""
+        if jax.default_backend() == "cpu":
+            return {name: np.asarray(value)[low:high] for name, value in self.replay.rows._asdict().items()}
         return {name: np.asarray(value[low:high]) for name, value in self.replay.rows._asdict().items()}
 
     def write(self, low: int, rows: dict[str, np.ndarray]) -> None:

@@ -15,7 +15,10 @@ from typing import Any
 
 import dqn_atari
 import dqn_atari_jax
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
@@ -24,12 +27,14 @@ from ale_py.vector_env import AtariVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_cli import GAME, TIMED_TAGS, Scalars, only, read_scalars, run_script, tiny, twin, write_teacher
-from test_replay import Game, Play, TorchQDaggerReplay, frame, scripts
+from test_replay import Game, JaxQDaggerReplay, Play, TorchQDaggerReplay, frame, scripts
 
 from cleanrl_utils import checkpoint, runs
 from cleanrl_utils import resume as resuming
 from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, RandomState, pack, read_file, unpack, write_file
 from cleanrl_utils.errors import TrainingFailure, UserError, one_line_errors
+from cleanrl_utils.jax_checkpoint import ReplayState as JaxReplayState
+from cleanrl_utils.jax_checkpoint import TreeState
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.runs import EventWriter
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
@@ -413,6 +418,31 @@ def test_torch_parts_round_trip() -> None:
         assert [update(again, again_optimizer) for _ in range(3)] == expected, untrained
 
 
+def test_jax_tree_round_trip(tmp_path: Path) -> None:
+    """A training state comes back from a file as it was, types and structure; a new run keeps its own."""
+    params = {"params": {"Dense_0": {"kernel": jnp.ones((3, 2)), "bias": jnp.arange(2.0)}}}
+    optimizer = optax.adam(1e-3)
+    state = qdagger_jax.TrainState(params, params, optimizer.init(params), jax.random.PRNGKey(3))
+    _, optimizer_state = optimizer.update(params, state.optimizer_state)
+    learned = state._replace(optimizer_state=optimizer_state, target_params=jax.tree.map(lambda x: x + 1, params))
+    write_file(tmp_path / "file", *packed(TreeState(lambda: learned).save()))
+    part = TreeState(lambda: state)
+    assert part.restored(state) is state
+    header, arrays = read_file(tmp_path / "file")
+    part.load(unpack(header, arrays))
+    restored = part.restored(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(learned)
+    for value, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(learned), strict=True):
+        assert value.dtype == expected.dtype
+        np.testing.assert_array_equal(value, expected)
+
+
+def packed(tree: Any) -> tuple[Any, list[np.ndarray]]:
+    """The tree as `write_file` takes it."""
+    arrays: list[np.ndarray] = []
+    return pack(tree, arrays), arrays
+
+
 class CutAndResumed(Play):
     """The oracle of test_replay.py in a run that is stopped now and then, and resumed from a checkpoint."""
 
@@ -421,12 +451,13 @@ class CutAndResumed(Play):
         just_reset = np.array([len(games) > 1 and not games[-1].actions for games in self.games])
         if just_reset.any() and not just_reset.all():
             return  # a run goes on until then
+        state_of = ReplayState if isinstance(self.replay, TorchQDaggerReplay) else JaxReplayState
         store = CheckpointStore(directory)
-        store.save({}, ReplayState(self.replay.replay), "replay")
+        store.save({}, state_of(self.replay.replay), "replay")
         self.replay = type(self.replay)(self.length, self.num_envs, self.n_step, self.gamma, seed=5)
         store = CheckpointStore(directory)
         store.load()
-        rows = ReplayState(self.replay.replay)
+        rows = state_of(self.replay.replay)
         store.load_replay(rows, "replay")
 
         run = object.__new__(Run)
@@ -442,13 +473,10 @@ class CutAndResumed(Play):
         assert rows.rows_written == self.rows
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(script=scripts(), data=st.data())
-def test_replay_after_resuming(script: tuple, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def check_replay_after_resuming(backend: type, script: tuple, data: st.DataObject, directory: Path) -> None:
     """However often a run is resumed: every transition is what happened, and none leads from one game to another."""
     num_envs, length, n_step, gamma, events, seed = script
-    play = CutAndResumed(TorchQDaggerReplay(length, num_envs, n_step, gamma), num_envs, length, n_step, gamma, seed)
-    directory = tmp_path_factory.mktemp("run") / "checkpoint"
+    play = CutAndResumed(backend(length, num_envs, n_step, gamma), num_envs, length, n_step, gamma, seed)
     for step_events in events:
         play.step(step_events)
         if data.draw(st.integers(0, 5)) == 0:
@@ -456,9 +484,26 @@ def test_replay_after_resuming(script: tuple, data: st.DataObject, tmp_path_fact
                 play.stop_and_resume(directory)
     if usable := play.usable():
         play.check_rows(usable)
-    valid = play.replay.replay.valid.numpy()
+    replay = play.replay.replay
+    valid = np.asarray(getattr(replay, "rows", replay).valid)
     rows = np.arange(max(0, play.rows - length), play.rows) % length
     assert not (~valid[rows][1:] & ~valid[rows][:-1]).any(), "two final frames follow each other"
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(script=scripts(), data=st.data())
+def test_replay_after_resuming(script: tuple, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """PyTorch's replay."""
+    check_replay_after_resuming(TorchQDaggerReplay, script, data, tmp_path_factory.mktemp("run") / "checkpoint")
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(script=scripts(), data=st.data())
+def test_jax_replay_after_resuming(
+    script: tuple, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """JAX's; fewer examples, for most of them are compiled anew."""
+    check_replay_after_resuming(JaxQDaggerReplay, script, data, tmp_path_factory.mktemp("run") / "checkpoint")
 
 
 # ==================== runs ====================
