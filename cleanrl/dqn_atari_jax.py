@@ -93,6 +93,12 @@ class Args:
     """whole games played at the end, at epsilon `end_e`"""
 
 
+# The distribution of PyTorch's first weights, so that both scripts begin alike.
+kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+Conv = functools.partial(nn.Conv, padding="VALID", kernel_init=kernel_init)
+Dense = functools.partial(nn.Dense, kernel_init=kernel_init)
+
+
 class QNetwork(nn.Module):
     """Q-network of Mnih et al. (2015). uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
@@ -102,11 +108,11 @@ class QNetwork(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.transpose(0, 2, 3, 1) / 255.0  # flax wants the channels last
-        x = nn.relu(nn.Conv(32, (8, 8), strides=(4, 4), padding="VALID", dtype=self.dtype)(x))
-        x = nn.relu(nn.Conv(64, (4, 4), strides=(2, 2), padding="VALID", dtype=self.dtype)(x))
-        x = nn.relu(nn.Conv(64, (3, 3), strides=(1, 1), padding="VALID", dtype=self.dtype)(x))
-        x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+        x = nn.relu(Conv(32, (8, 8), strides=(4, 4), dtype=self.dtype)(x))
+        x = nn.relu(Conv(64, (4, 4), strides=(2, 2), dtype=self.dtype)(x))
+        x = nn.relu(Conv(64, (3, 3), strides=(1, 1), dtype=self.dtype)(x))
+        x = nn.relu(Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        return Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
 
 
 class Batch(NamedTuple):
