@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import RandomState
 from cleanrl_utils.checks import check_args, require_replay_memory
-from cleanrl_utils.errors import UserError, one_line_errors
+from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
-from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights, teacher_repo
+from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
 from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
 
@@ -199,12 +199,7 @@ def load_teacher(path: Path, num_actions: int, env_id: str) -> nn.Module:
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
     """
-    weights = read_weights(path)
-    if num_actions_of(weights) != num_actions:
-        raise UserError(
-            f"the teacher {path} has {num_actions_of(weights)} actions and {env_id} has {num_actions}; "
-            "give a teacher of the same game"
-        )
+    weights = read_teacher(path, num_actions, env_id)
     network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
     network.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
     return network

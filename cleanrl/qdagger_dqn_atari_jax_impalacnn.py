@@ -19,7 +19,7 @@ import optax
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import RandomState
 from cleanrl_utils.checks import check_args, require_replay_memory
-from cleanrl_utils.errors import UserError, one_line_errors
+from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
@@ -28,7 +28,7 @@ from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_func
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
-from cleanrl_utils.teachers import architecture_of, find_teacher, num_actions_of, read_weights, teacher_repo
+from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 
 
 @dataclass
@@ -185,12 +185,7 @@ def load_teacher(path: Path, num_actions: int, env_id: str) -> tuple[nn.Module, 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
     """
-    weights = read_weights(path)
-    if num_actions_of(weights) != num_actions:
-        raise UserError(
-            f"the teacher {path} has {num_actions_of(weights)} actions and {env_id} has {num_actions}; "
-            "give a teacher of the same game"
-        )
+    weights = read_teacher(path, num_actions, env_id)
     network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
     return network, params_of(weights)
 

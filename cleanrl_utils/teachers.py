@@ -219,6 +219,21 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     return weights
 
 
+def read_teacher(path: Path, num_actions: int, env_id: str) -> dict[str, np.ndarray]:
+    """As :func:`read_weights`, of a network that has ``num_actions``, those of ``env_id``.
+
+    Raises:
+        UserError: as there, or it has another number of actions.
+    """
+    weights = read_weights(path)
+    if num_actions_of(weights) != num_actions:
+        raise UserError(
+            f"the teacher {path} has {num_actions_of(weights)} actions and {env_id} has {num_actions}; "
+            "give a teacher of the same game"
+        )
+    return weights
+
+
 def read_torch(data: bytes) -> dict[str, np.ndarray]:
     """The floating-point arrays of a PyTorch state dict, whatever their keys; ValueError where it holds anything else.
 
