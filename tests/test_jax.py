@@ -290,6 +290,15 @@ def test_convert_there_and_back(network: Callable, tmp_path: Path) -> None:
     assert all(torch.equal(back[key], original[key]) for key in original)
 
 
+def test_embedded_teachers_are_one() -> None:
+    """Both demos have the same teacher."""
+    folder = REPO / "teachers"
+    weights = read_weights(folder / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model")
+    twin_weights = read_weights(folder / "PongNoFrameskip-v4-dqn_atari_jax-seed1" / "dqn_atari_jax.cleanrl_model")
+    assert weights.keys() == twin_weights.keys()
+    assert all(np.array_equal(weights[key], twin_weights[key]) for key in weights)
+
+
 def test_convert_refuses(tmp_path: Path) -> None:
     """Nothing is overwritten, and what is no model is called so."""
     torch.save(qdagger.TeacherNetwork(A).state_dict(), tmp_path / "model")
