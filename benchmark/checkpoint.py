@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
 
 from cleanrl_utils.checkpoint import CheckpointStore, Tree  # noqa: E402
-from cleanrl_utils.torch_utils import ModuleState, OptimizerState, ReplayState  # noqa: E402
+from cleanrl_utils.torch_checkpoint import ModuleState, OptimizerState, ReplayState  # noqa: E402
 
 NUM_ACTIONS = 18
 
