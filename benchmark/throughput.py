@@ -178,7 +178,7 @@ def script_torch(args: Args) -> tuple[Script, Callable[[], None], str]:
     import torch
 
     from cleanrl import qdagger_dqn_atari_impalacnn as script
-    from cleanrl_utils.torch_utils import make_q_function, pick_device
+    from cleanrl_utils.torch_utils import make_judge, make_q_function, pick_device
 
     device, bf16 = pick_device(args.cuda, args.bf16)
     side = Script(args)
@@ -188,22 +188,20 @@ def script_torch(args: Args) -> tuple[Script, Callable[[], None], str]:
     student, target_network = (
         script.QNetwork(num_actions, bf16).to(device, memory_format=torch.channels_last) for _ in range(2)
     )
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-4, fused=True)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
     side.replay = script.Replay(50_000, num_actions, script_args, device)
-    side.teacher_q_function = side.judge = make_q_function(teacher, device)
-    side.student_q_function, side.offline_count = make_q_function(student, device), 1
+    side.teacher_q_function, side.judge = make_q_function(teacher, device, on_gpu), make_judge(teacher, device, on_gpu)
+    side.student_q_function, side.offline_count = make_q_function(student, device, on_gpu), 1
+    update = script.make_update(student, target_network, optimizer, side.replay, script_args)
 
     def updates(count: int) -> int:
         for _ in range(count):
-            losses = script.qdagger_loss(student, target_network, side.replay.sample(args.batch_size), 1.0, 0.1)
-            optimizer.zero_grad()
-            losses.loss.backward()
-            optimizer.step()
+            update(*side.replay.window, 1.0)
         return count
 
     side.updates = updates
-    on_gpu = device.type == "cuda"
     where = torch.cuda.get_device_name() if on_gpu else f"{available_cores()} cores of {cpu_name()}"
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     return side, wait, f"{where}; torch {torch.__version__}; bfloat16 {'on' if bf16 else 'off'}"

@@ -4,6 +4,7 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning, wit
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_win
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
+from cleanrl_utils.torch_utils import CudaGraph, available_memory, make_q_function, pick_device, save_model
 
 
 @dataclass
@@ -36,6 +37,8 @@ class Args:
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
+    cuda_graph: bool = True
+    """if toggled, a GPU is given every update and every forward pass as one launch, a CUDA graph; the same numbers"""
     bf16: bool = True
     """if toggled, hidden layers compute in bfloat16 where the hardware does; last layer and loss stay float32"""
     track: bool = False
@@ -181,13 +184,19 @@ class Replay:
         self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
         self.rows_written += 1
 
-    def sample(self, batch_size: int) -> Batch:
-        """A batch drawn uniformly, with replacement, from the transitions in the sampling window."""
-        low, high = sampling_window(self.rows_written, self.length, self.n_step)
+    @property
+    def window(self) -> tuple[int, int]:
+        """The rows [low, high) that may be sampled."""
+        return sampling_window(self.rows_written, self.length, self.n_step)
+
+    def sample(self, batch_size: int, low: int | torch.Tensor, high: int | torch.Tensor) -> Batch:
+        """A batch drawn uniformly, with replacement, from the transitions in rows [low, high), usually the window."""
         device = self.frame.device
         # Final frames are no transitions and are drawn again: eight tries at once, so that no GPU need be waited for.
         # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
-        row = torch.randint(low, high, (8, batch_size), generator=self.generator, device=device)
+        # The window moves, and randint would want its ends on the host: float64 counts any replay's rows exactly.
+        fraction = torch.rand((8, batch_size), generator=self.generator, device=device, dtype=torch.float64)
+        row = low + (fraction * (high - low)).long()
         env = torch.randint(0, self.num_envs, (8, batch_size), generator=self.generator, device=device)
         first = self.valid[row % self.length, env].int().argmax(dim=0, keepdim=True)
         row, env = row.gather(0, first)[0], env.gather(0, first)[0]
@@ -219,6 +228,26 @@ def td_loss(q_network: QNetwork, target_network: QNetwork, batch: Batch) -> tupl
     return F.mse_loss(q_values, target), q_values
 
 
+def make_update(
+    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
+) -> Callable[[int, int], dict[str, torch.Tensor]]:
+    """One update as a function of the sampling window [low, high); on a GPU as one launch (`cuda_graph`).
+
+    It returns the loss, the Q-values of the actions taken, and the batch.
+    """
+
+    def update(low: int, high: int) -> dict[str, torch.Tensor]:
+        batch = replay.sample(args.batch_size, low, high)
+        loss, q_values = td_loss(q_network, target_network, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.detach(), "q_values": q_values.detach(), **batch._asdict()}
+
+    device = replay.frame.device
+    return CudaGraph(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
+
+
 def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
     with torch.no_grad():
@@ -246,8 +275,9 @@ def main(args: Args) -> None:
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     q_network = QNetwork(envs.num_actions, bf16).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
-    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True)
-    q_function = make_q_function(q_network, device)
+    cuda_graph = args.cuda_graph and device.type == "cuda"
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
+    q_function = make_q_function(q_network, device, cuda_graph)
     run.keep(q_network=ModuleState(q_network), target_network=ModuleState(target_network))
     run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
 
@@ -255,6 +285,7 @@ def main(args: Args) -> None:
     if run.phase == 1:
         replay = Replay(args, device)
         run.keep_replay("replay", ReplayState(replay))
+        update = make_update(q_network, target_network, optimizer, replay, args)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         for global_step in run.steps(args.total_timesteps, args.num_envs, "DQN", "step"):
@@ -269,12 +300,7 @@ def main(args: Args) -> None:
             if global_step >= args.learning_starts:
                 updates_due = times_due(global_step, next_step, args.train_frequency)
                 for _ in range(updates_due):
-                    batch = replay.sample(args.batch_size)
-                    loss, q_values = td_loss(q_network, target_network, batch)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    run.last_update = {"loss": loss, "q_values": q_values, **batch._asdict()}
+                    run.last_update = update(*replay.window)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
 
@@ -284,8 +310,8 @@ def main(args: Args) -> None:
             if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
                 run.state["next_loss_log"] = next_step + 100
                 run.check_finite()
-                writer.add_scalar("losses/td_loss", loss.item(), global_step)
-                writer.add_scalar("losses/q_values", q_values.mean().item(), global_step)
+                writer.add_scalar("losses/td_loss", run.last_update["loss"].item(), global_step)
+                writer.add_scalar("losses/q_values", run.last_update["q_values"].mean().item(), global_step)
             for score, length in step.games:
                 recent_returns.append(score)
                 del recent_returns[:-10]
@@ -295,7 +321,7 @@ def main(args: Args) -> None:
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
-        del replay
+        del replay, update
         run.drop_replay()
         run.end_phase(2)
     envs.close()

@@ -5,7 +5,7 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
 from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
+from cleanrl_utils.torch_utils import CudaGraph, available_memory, make_judge, make_q_function, pick_device, save_model
 
 
 @dataclass
@@ -39,6 +39,8 @@ class Args:
     """if toggled, `torch.backends.cudnn.deterministic=True`"""
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
+    cuda_graph: bool = True
+    """if toggled, a GPU is given every update and every forward pass as one launch, a CUDA graph; the same numbers"""
     bf16: bool = True
     """if toggled, the student's hidden layers compute in bfloat16 where the processor does so in hardware; its last
     layer, the losses and the teacher stay float32"""
@@ -255,7 +257,9 @@ class Replay:
         """Environment steps held."""
         return min(self.rows_written, self.length) * self.num_envs
 
-    def add(self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray) -> None:
+    def add(
+        self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray | torch.Tensor
+    ) -> None:
         """Appends a row per environment: what was seen, what was done, what came of it, what the teacher thinks."""
         slot = self.rows_written % self.length
         self.frame[slot] = torch.from_numpy(observation[:, -1])
@@ -264,17 +268,23 @@ class Replay:
         self.terminated[slot] = torch.from_numpy(step.terminated)
         self.age[slot] = torch.from_numpy(self.env_age)
         self.valid[slot] = torch.from_numpy(~step.reset)
-        self.teacher_q_values[slot] = torch.from_numpy(teacher_q_values)
+        self.teacher_q_values[slot] = torch.as_tensor(teacher_q_values)
         self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
         self.rows_written += 1
 
-    def sample(self, batch_size: int) -> Batch:
-        """A batch drawn uniformly, with replacement, from the transitions in the sampling window."""
-        low, high = sampling_window(self.rows_written, self.length, self.n_step)
+    @property
+    def window(self) -> tuple[int, int]:
+        """The rows [low, high) that may be sampled."""
+        return sampling_window(self.rows_written, self.length, self.n_step)
+
+    def sample(self, batch_size: int, low: int | torch.Tensor, high: int | torch.Tensor) -> Batch:
+        """A batch drawn uniformly, with replacement, from the transitions in rows [low, high), usually the window."""
         device = self.frame.device
         # Final frames are no transitions and are drawn again: eight tries at once, so that no GPU need be waited for.
         # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
-        row = torch.randint(low, high, (8, batch_size), generator=self.generator, device=device)
+        # The window moves, and randint would want its ends on the host: float64 counts any replay's rows exactly.
+        fraction = torch.rand((8, batch_size), generator=self.generator, device=device, dtype=torch.float64)
+        row = low + (fraction * (high - low)).long()
         env = torch.randint(0, self.num_envs, (8, batch_size), generator=self.generator, device=device)
         first = self.valid[row % self.length, env].int().argmax(dim=0, keepdim=True)
         row, env = row.gather(0, first)[0], env.gather(0, first)[0]
@@ -351,6 +361,23 @@ def distill_coefficient_now(
     return distill_coefficient * min(max(gap / advantage, 0.0), 1.0)
 
 
+def make_update(
+    student: nn.Module, target_network: nn.Module, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
+) -> Callable[[int, int, float], tuple[Losses, Batch]]:
+    """One update as a function of the sampling window [low, high) and λ; on a GPU as one launch (`cuda_graph`)."""
+
+    def update(low: int, high: int, distill_coefficient: float) -> tuple[Losses, Batch]:
+        batch = replay.sample(args.batch_size, low, high)
+        losses = qdagger_loss(student, target_network, batch, distill_coefficient, args.temperature)
+        optimizer.zero_grad()
+        losses.loss.backward()
+        optimizer.step()
+        return Losses(*(term.detach() for term in losses)), batch
+
+    device = replay.frame.device
+    return CudaGraph(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
+
+
 def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
     with torch.no_grad():
@@ -376,19 +403,13 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
     student = QNetwork(envs.num_actions, bf16).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(student)
-    optimizer = torch.optim.Adam(student.parameters(), lr=args.learning_rate, fused=True)
-    teacher_q_function, student_q_function = make_q_function(teacher, device), make_q_function(student, device)
+    cuda_graph = args.cuda_graph and device.type == "cuda"
+    optimizer = torch.optim.Adam(student.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
+    teacher_q_function = make_q_function(teacher, device, cuda_graph)
+    student_q_function = make_q_function(student, device, cuda_graph)
+    teacher_judge = make_judge(teacher, device, cuda_graph)
     run.keep(student=ModuleState(student), target_network=ModuleState(target_network))
     run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
-
-    def update(replay: Replay, distill_coefficient: float) -> Losses:
-        batch = replay.sample(args.batch_size)
-        losses = qdagger_loss(student, target_network, batch, distill_coefficient, args.temperature)
-        optimizer.zero_grad()
-        losses.loss.backward()
-        optimizer.step()
-        run.last_update = losses._asdict() | batch._asdict()
-        return losses
 
     # ==================== phase 1: the teacher ====================
     teacher_return = run.evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
@@ -420,6 +441,7 @@ def main(args: Args) -> None:
 
     # ==================== phase 3: offline ====================
     if run.phase == 3:
+        update = make_update(student, target_network, optimizer, replay, args)
 
         def evaluate_if_due(global_step: int) -> None:
             name = f"offline {global_step}"
@@ -433,7 +455,8 @@ def main(args: Args) -> None:
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
         for updates in run.steps(args.offline_steps, 1, "offline", "update"):
             global_step = updates + 1
-            losses = update(replay, args.distill_coefficient)
+            losses, batch = update(*replay.window, args.distill_coefficient)
+            run.last_update = losses._asdict() | batch._asdict()
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, student, args.tau)
             if global_step % 100 == 0:
@@ -443,7 +466,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
             evaluate_if_due(global_step)
-        del replay  # before the online replay is made: the two never exist at once
+        del replay, update  # before the online replay is made: the two never exist at once
         run.drop_replay()
         run.end_phase(4)
 
@@ -451,6 +474,7 @@ def main(args: Args) -> None:
     if run.phase == 4:
         replay = Replay(args.buffer_size, envs.num_actions, args, device)
         run.keep_replay("online", ReplayState(replay))
+        update = make_update(student, target_network, optimizer, replay, args)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
@@ -462,11 +486,12 @@ def main(args: Args) -> None:
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
             # The emulator plays while the teacher judges what it has shown and the student learns.
-            teacher_q_values, updates_due = teacher_q_function(observation), 0
+            teacher_q_values, updates_due = teacher_judge(observation), 0
             if online_step >= args.learning_starts:
                 updates_due = times_due(online_step, next_step, args.train_frequency)
                 for _ in range(updates_due):
-                    losses = update(replay, distill_coefficient)
+                    losses, batch = update(*replay.window, distill_coefficient)
+                    run.last_update = losses._asdict() | batch._asdict()
                 for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
                     update_target(target_network, student, args.tau)
 
@@ -493,7 +518,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-        del replay
+        del replay, update
         run.drop_replay()
         run.end_phase(5)
     envs.close()

@@ -40,7 +40,7 @@ T = TypeVar("T")
 Result = TypeVar("Result")
 
 MAY_CHANGE = {
-    *("resume", "total_timesteps", "checkpoint_minutes", "max_minutes", "eval_episodes", "cuda"),
+    *("resume", "total_timesteps", "checkpoint_minutes", "max_minutes", "eval_episodes", "cuda", "cuda_graph"),
     *("track", "wandb_project_name", "wandb_entity", "capture_video", "save_model", "upload_model", "hf_entity"),
 }
 """Flags that a resumed run may be given other values of; a longer total_timesteps stretches the fall of epsilon"""

@@ -1,6 +1,8 @@
-"""What the PyTorch scripts share: device, memory, a network as a NumPy function, saving."""
+"""What the PyTorch scripts share: device, memory, CUDA graphs, a network as a function of NumPy arrays, saving."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,14 +32,82 @@ def available_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_memory()
 
 
-def make_q_function(network: nn.Module, device: torch.device) -> QFunction:
-    """The network as a function from uint8 (B, 4, 84, 84) to float32 (B, num_actions) NumPy arrays."""
+class CudaGraph:
+    """A function as one launch: a GPU runs its hundreds of small kernels faster than Python can launch each of them.
+
+    The first calls run as they are, since libraries and optimizers set themselves up in them; then the function is
+    recorded, and from there on only its kernels run. They give the same numbers, random ones included.
+
+    Args:
+        function: of tensors on ``device``; returns others, which later calls write over. It must not wait for the GPU.
+        device: the GPU.
+        generator: the source of its random numbers, if it is not PyTorch's own.
+    """
+
+    CALLS_BEFORE = 3
+
+    def __init__(self, function: Callable[..., Any], device: torch.device, generator: torch.Generator | None = None):
+        self.function, self.device = function, device
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        if generator is not None:
+            self.graph.register_generator_state(generator)  # or every replay would draw the same numbers
+        self.calls = 0
+
+    def __call__(self, *inputs: float | np.ndarray) -> Any:
+        """The function of ``inputs``, which it gets as tensors: numbers, or arrays of the same shape at every call."""
+        self.calls += 1
+        if self.calls <= self.CALLS_BEFORE + 1:
+            self.inputs = [torch.as_tensor(value, device=self.device) for value in inputs]
+        if self.calls <= self.CALLS_BEFORE:
+            # Not on the default stream, with which nothing that is recorded later may have to do.
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                result = self.function(*self.inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return result
+        if self.calls == self.CALLS_BEFORE + 1:
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.result = self.function(*self.inputs)
+        for tensor, value in zip(self.inputs, inputs, strict=True):
+            if isinstance(value, np.ndarray):
+                tensor.copy_(torch.from_numpy(value), non_blocking=True)
+            else:
+                tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
+        self.graph.replay()
+        return self.result
+
+
+def make_judge(network: nn.Module, device: torch.device, graph: bool = False) -> Callable[[np.ndarray], torch.Tensor]:
+    """The network as a function from uint8 (B, 4, 84, 84) arrays to float32 (B, num_actions) tensors on ``device``.
+
+    Args:
+        graph: whether to launch it as a CUDA graph, one for every B.
+    """
 
     @torch.inference_mode()
-    def q_function(observation: np.ndarray) -> np.ndarray:
-        return network(torch.from_numpy(observation).to(device)).cpu().numpy()
+    def judge(observation: np.ndarray | torch.Tensor) -> torch.Tensor:
+        return network(torch.as_tensor(observation, device=device))
 
-    return q_function
+    if not graph:
+        return judge
+    graphs: dict[int, CudaGraph] = {}
+
+    def graphed(observation: np.ndarray) -> torch.Tensor:
+        batch = len(observation)
+        # Games of an evaluation end one by one: powers of two keep the number of graphs down.
+        padded = np.zeros((1 << (batch - 1).bit_length(), *observation.shape[1:]), np.uint8)
+        padded[:batch] = observation
+        if len(padded) not in graphs:
+            graphs[len(padded)] = CudaGraph(judge, device)
+        return graphs[len(padded)](padded)[:batch]
+
+    return graphed
+
+
+def make_q_function(network: nn.Module, device: torch.device, graph: bool = False) -> QFunction:
+    """As :func:`make_judge`, but to NumPy arrays, which waits for the device."""
+    judge = make_judge(network, device, graph)
+    return lambda observation: judge(observation).cpu().numpy()
 
 
 def save_model(network: nn.Module, path: Path) -> None:

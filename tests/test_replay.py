@@ -60,7 +60,7 @@ class TorchReplay:
 
     def sample(self, batch_size: int) -> Arrays:
         """Transitions that the replay draws."""
-        return self.arrays(self.replay.sample(batch_size))
+        return self.arrays(self.replay.sample(batch_size, *self.replay.window))
 
     def arrays(self, batch: NamedTuple) -> Arrays:
         """A batch of tensors as NumPy arrays."""

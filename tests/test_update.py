@@ -1,7 +1,10 @@
 """Exactness of the update: networks, losses and gradients against an independent float64 NumPy reference."""
 
+import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import dqn_atari
 import numpy as np
@@ -10,6 +13,10 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cleanrl_utils.atari import Step
+from cleanrl_utils.torch_utils import CudaGraph, make_q_function
 
 Weights = dict[str, np.ndarray]
 """A state dict in float64"""
@@ -399,3 +406,126 @@ def test_only_the_student_learns() -> None:
     for network, weights in zip((target_network, teacher), before[1:], strict=True):
         assert all(torch.equal(value, weights[key]) for key, value in network.state_dict().items())
     assert not any(torch.equal(value, before[0][key]) for key, value in student.state_dict().items())
+
+
+# ==================== updates as CUDA graphs ====================
+
+
+class Recording(TorchDispatchMode):
+    """Stands in for `torch.cuda.CUDAGraph` on a CPU: replays run the recorded operations, on the very same tensors.
+
+    As in a real one, whatever the function took from the host is what it was when it was recorded. Unlike there, the
+    operations are also carried out while they are recorded, so that the first replay has nothing left to do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple] = []
+        self.replays = 0
+        self.generators: list[torch.Generator] = []
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        """What random numbers come from."""
+        self.generators.append(generator)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), "waits"
+        if generator := kwargs.get("generator"):  # another wrapper of the same one
+            assert any(torch.equal(generator.get_state(), x.get_state()) for x in self.generators), "not registered"
+        result = func(*args, **kwargs)
+        self.operations.append((func, args, kwargs, result))
+        return result
+
+    def replay(self) -> None:
+        """Runs what was recorded; new results go where the old ones lie."""
+        self.replays += 1
+        with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd():  # as kernels, which know no gradients
+            for func, args, kwargs, result in self.operations if self.replays > 1 else ():
+                again = func(*args, **kwargs)
+                pairs = zip(result, again, strict=True) if isinstance(result, (tuple, list)) else [(result, again)]
+                for old, new in pairs:
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The graphs that `CudaGraph` makes from here on; on a CPU, in place of CUDA's."""
+    made: list[Recording] = []
+
+    def make() -> Recording:
+        made.append(Recording())
+        return made[-1]
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
+    return made
+
+
+def learner(script: Any, device: torch.device) -> tuple[Callable, Any, torch.nn.Module]:
+    """A script's update with a small replay, the replay, and the network that learns."""
+    args = script.Args(num_envs=2, n_step=3, batch_size=8, cuda_graph=False)
+    rng = np.random.default_rng(7)
+    torch.manual_seed(7)
+    replay = script.Replay(*((60, 6, args) if script is qdagger else (args,)), device)
+    student, target_network = (script.QNetwork(6).to(device) for _ in range(2))
+    optimizer = torch.optim.Adam(student.parameters(), lr=1e-3, fused=True, capturable=device.type == "cuda")
+    return (
+        script.make_update(student, target_network, optimizer, replay, args),
+        SimpleNamespace(replay=replay, add=lambda: add_random_row(script, replay, rng)),
+        student,
+    )
+
+
+def add_random_row(script: Any, replay: Any, rng: np.random.Generator) -> None:
+    """A step of two games with random numbers in all that is kept of it."""
+    step = Step(
+        observation=rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8),
+        reward=rng.integers(-1, 2, 2, dtype=np.int32),
+        terminated=rng.random(2) < 0.1,
+        truncated=np.zeros(2, bool),
+        reset=np.zeros(2, bool),
+        games=[],
+    )
+    teacher_q_values = rng.normal(size=(2, 6)).astype(np.float32)
+    row = step.observation, rng.integers(0, 6, 2), step
+    replay.add(*row, teacher_q_values) if script is qdagger else replay.add(*row)
+
+
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+def test_graph_and_plain_updates_are_the_same(script: Any, graphs: list[Recording]) -> None:
+    """While the replay grows and λ falls, every update gives the same losses, batches and weights, to the last bit."""
+    device = torch.device("cpu")
+    (plain, plain_side, student), (function, side, graph_student) = (learner(script, device) for _ in range(2))
+    graphed = CudaGraph(function, device, side.replay.generator)
+    for _ in range(8):
+        plain_side.add(), side.add()
+    for i in range(9):
+        plain_side.add(), side.add()
+        coefficient = (1 - i / 10,) if script is qdagger else ()
+        expected = plain(*plain_side.replay.window, *coefficient)
+        got = graphed(*side.replay.window, *coefficient)
+        for a, b in zip(torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(got), strict=True):
+            assert not a.requires_grad
+            assert torch.equal(a, b), i
+        for a, b in zip(student.parameters(), graph_student.parameters(), strict=True):
+            assert torch.equal(a, b), i
+    assert [graph.replays for graph in graphs] == [9 - CudaGraph.CALLS_BEFORE]
+
+
+def test_graphs_of_a_network(graphs: list[Recording]) -> None:
+    """Q-values follow observations and weights, whatever the number of games; one graph for each power of two."""
+    network, rng = dqn_atari.QNetwork(6), np.random.default_rng(8)
+    plain, graphed = (make_q_function(network, torch.device("cpu"), graph) for graph in (False, True))
+    for size in (4, 3, 4, 1, 4, 3, 4, 3, 1):
+        observation = rng.integers(0, 256, (size, 4, 84, 84), dtype=np.uint8)
+        np.testing.assert_allclose(graphed(observation), plain(observation), rtol=0, atol=1e-6)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(1.1)
+    assert len(graphs) == 2
