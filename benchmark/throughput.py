@@ -10,6 +10,7 @@ denormal numbers), and in alternation with the script, so that a machine that sl
 Both backends read the same teacher. In JAX the plain formulation is flax's own layers in one jitted update.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,7 @@ import tyro
 from cleanrl_utils.atari import AtariEnvs, available_cores, make_wrapped_env
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
+from cleanrl_utils.rollout import HalvedAtariEnvs
 from cleanrl_utils.schedules import times_due
 from cleanrl_utils.teachers import find_teacher
 
@@ -104,14 +106,15 @@ class Script:
         self.envs = AtariEnvs(args.env_id, args.num_envs, 1)
         self.observation = self.envs.reset()
         self.rng = np.random.default_rng(1)
+        self.teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, 1)
+        self.teacher_envs.reset()
+        self.rollout = self.teacher_envs.rollout(lambda x: self.teacher_q_function(x), lambda: 0.01, self.rng)
         self.steps = 0
+        self.half_of_the_threads = contextlib.nullcontext
 
     def teacher_step(self) -> int:
-        teacher_q_values = self.teacher_q_function(self.observation)
-        action = self.envs.send(epsilon_greedy(teacher_q_values, 0.01, self.rng))
-        step = self.envs.recv()
-        self.replay.add(self.observation, action, step, teacher_q_values)
-        self.observation = step.observation
+        with self.half_of_the_threads():
+            self.replay.add(*next(self.rollout))
         return self.args.num_envs
 
     def offline_update(self) -> int:
@@ -182,6 +185,15 @@ def script_torch(args: Args) -> tuple[Script, Callable[[], None], str]:
 
     device, bf16 = pick_device(args.cuda, args.bf16)
     side = Script(args)
+    threads = torch.get_num_threads()
+
+    @contextlib.contextmanager
+    def half_of_the_threads() -> Iterator[None]:
+        torch.set_num_threads((threads + 1) // 2)
+        yield
+        torch.set_num_threads(threads)
+
+    side.half_of_the_threads = half_of_the_threads
     num_actions = side.envs.num_actions
     teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
     teacher = teacher.to(device, memory_format=torch.channels_last)

@@ -317,7 +317,7 @@ def main(args: Args) -> None:
                 del recent_returns[:-10]
                 writer.add_scalar("charts/episodic_return", score, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
-                run.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+                run.show_return(recent_returns)
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)

@@ -23,6 +23,7 @@ from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
+from cleanrl_utils.rollout import HalvedAtariEnvs
 from cleanrl_utils.schedules import linear_schedule, times_due
 from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
@@ -425,18 +426,20 @@ def main(args: Args) -> None:
         replay = Replay(args.teacher_steps, envs.num_actions, args, device)
         run.keep_replay("teacher", ReplayState(replay))
     if run.phase == 2:
-        observation = run.reset(envs)
-        teacher_steps = replay.length * args.num_envs
-        for teacher_step in run.steps(teacher_steps, args.num_envs, "teacher data", "step"):
-            epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, teacher_step)
-            teacher_q_values = teacher_q_function(observation)
-            action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
-            step = envs.recv()
-            replay.add(observation, action, step, teacher_q_values)
-            observation = step.observation
-            if step.games:
-                run.bar.set_postfix_str(f"return {step.games[-1][0]}", refresh=False)
-        writer.add_scalar("charts/teacher/SPS", int(teacher_steps / run.seconds), 0)
+        # The teacher chooses for one half of the games on half of the cores while the other half is being played.
+        teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
+        run.reset(teacher_envs)
+        threads = torch.get_num_threads()
+        torch.set_num_threads((threads + 1) // 2)
+        epsilon_at = functools.partial(linear_schedule, args.start_e, args.end_e, args.teacher_steps)
+        rollout = teacher_envs.rollout(teacher_q_function, lambda: epsilon_at(run.done - args.num_envs), rng)
+        for _ in run.steps(replay.length * args.num_envs, args.num_envs, "teacher data", "step"):
+            played = next(rollout)
+            replay.add(*played)
+            run.show_return(score for score, _ in played.step.games)
+        torch.set_num_threads(threads)
+        teacher_envs.close()
+        writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
         run.end_phase(3)
 
     # ==================== phase 3: offline ====================
@@ -450,7 +453,7 @@ def main(args: Args) -> None:
                 save_model(student, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
                 offline_return = run.evaluate(name, student_q_function, args.eval_episodes)
                 writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
-                run.bar.set_postfix_str(f"return {offline_return:.1f}", refresh=False)
+                run.show_return([offline_return])
 
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
         for updates in run.steps(args.offline_steps, 1, "offline", "update"):
@@ -510,7 +513,7 @@ def main(args: Args) -> None:
                 del recent_returns[:-10]
                 writer.add_scalar("charts/episodic_return", score, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
-                run.bar.set_postfix_str(f"return {np.mean(recent_returns):.1f}", refresh=False)
+                run.show_return(recent_returns)
             run.state["distill_coefficient"] = distill_coefficient = distill_coefficient_now(
                 recent_returns, teacher_return, random_return, args.distill_coefficient
             )

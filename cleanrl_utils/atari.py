@@ -100,6 +100,7 @@ class AtariEnvs:
         num_envs: N.
         seed: games, no-ops and sticky actions of every copy follow from it.
         num_threads: emulator threads; one per available core, and no more than copies, when None.
+        first: this is part of a larger group of the same seed, and its copies are numbered from here on.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class AtariEnvs:
         seed: int,
         repeat_action_probability: float | None = None,
         num_threads: int | None = None,
+        first: int = 0,
     ):
         game = parse_env_id(env_id, repeat_action_probability)
         self.num_envs = num_envs
@@ -127,7 +129,7 @@ class AtariEnvs:
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
-        self._seeds = env_seeds(seed, num_envs)
+        self._seed, self._first, self._sent = seed, first, False
         self._score = np.zeros(num_envs, np.int64)
         self._length = np.zeros(num_envs, np.int64)
         self._press_fire = np.zeros(num_envs, bool)
@@ -140,7 +142,9 @@ class AtariEnvs:
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
-        seeds = self._seeds if seed is None else env_seeds(seed, self.num_envs)
+        if self._sent:  # a step that nobody waits for any more
+            self.recv()
+        seeds = env_seeds(self._seed if seed is None else seed, self._first + self.num_envs)[self._first :]
         observation, info = self._envs.reset(seed=seeds.astype(np.int64))
         self.observation, self.just_reset = observation, np.zeros(self.num_envs, bool)
         self._game_start = info["frame_number"] - info["episode_frame_number"]
@@ -156,6 +160,7 @@ class AtariEnvs:
         except Exception as error:
             self.on_failure(error)
             raise
+        self._sent = True
         return action
 
     def recv(self) -> Step:
@@ -165,6 +170,7 @@ class AtariEnvs:
         except Exception as error:
             self.on_failure(error)
             raise
+        self._sent = False
         # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
         # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
         game_start = info["frame_number"] - info["episode_frame_number"]

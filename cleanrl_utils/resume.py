@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ from cleanrl_utils.checks import flag
 from cleanrl_utils.errors import TrainingFailure, UserError
 from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
 from cleanrl_utils.hub import script_of
+from cleanrl_utils.rollout import HalvedAtariEnvs
 from cleanrl_utils.runs import (
     event_file_sizes,
     finish_run,
@@ -136,7 +137,7 @@ class Run:
         self._parts: dict[str, Part] = {}
         self._replay: ReplayRows | None = None
         self._replay_name = ""
-        self._envs: AtariEnvs | None = None
+        self._envs: AtariEnvs | HalvedAtariEnvs | None = None
         self._loaded: Tree = None
         self._seconds = 0.0
         self._wandb_id: str | None = None
@@ -188,7 +189,7 @@ class Run:
         """Lets go of the replay: the next checkpoint has none."""
         self._replay_name, self._replay = "", None
 
-    def reset(self, envs: AtariEnvs) -> np.ndarray:
+    def reset(self, envs: AtariEnvs | HalvedAtariEnvs) -> np.ndarray:
         """Starts the games of a phase; returns their first observations, uint8 (N, 4, 84, 84).
 
         Emulators can't be restored. In the middle of a phase new games begin, and those that were being played end in
@@ -227,6 +228,11 @@ class Run:
             yield start
             self.bar.update(by)
         self.bar.close()
+
+    def show_return(self, returns: Iterable[float]) -> None:
+        """Puts the mean of ``returns``, if there are any, onto the progress bar."""
+        if returns := list(returns):
+            self.bar.set_postfix_str(f"return {np.mean(returns):.1f}", refresh=False)
 
     def _between_steps(self) -> None:
         minutes = self.args.checkpoint_minutes

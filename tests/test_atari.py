@@ -28,6 +28,8 @@ from stable_baselines3.common import atari_wrappers as sb3
 from cleanrl_utils import atari, evaluation
 from cleanrl_utils.atari import AtariEnvs, Step, make_wrapped_env, parse_env_id
 from cleanrl_utils.errors import UserError
+from cleanrl_utils.evaluation import epsilon_greedy
+from cleanrl_utils.rollout import HalvedAtariEnvs
 
 NOOP, FIRE = 0, 1
 
@@ -598,3 +600,59 @@ def test_wrapped_game_is_one_game(cap: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     evaluation.play_wrapped_game(stand_still, "BreakoutNoFrameskip-v4", 0.0, seed=1)
     assert steps * 4 <= cap
+
+
+# ==================== two halves in turns ====================
+
+
+def seen(observation: np.ndarray) -> np.ndarray:
+    """Q-values that depend on what is seen and on nothing else, float32 (N, 4)."""
+    return np.stack([observation[:, -1, i::7].sum((1, 2)) % 97 for i in range(4)], axis=1).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_envs", [1, 2, 5])
+def test_halves_play_as_the_whole(num_envs: int) -> None:
+    """Same observations, actions, rewards, lost lives and ends of games as without halves, step for step.
+
+    Breakout, where games end soon. The first steps are played twice, the second time after a reset in mid-air.
+    """
+    rng, games = np.random.default_rng(0), 0
+    with (
+        closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5, num_threads=1)) as whole,
+        closing(HalvedAtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5)) as halves,
+    ):
+        for steps in (7, 400):
+            observation = whole.reset()
+            np.testing.assert_array_equal(halves.reset(), observation)
+            rollout = halves.rollout(seen, lambda: 0.0, rng)
+            for t in range(steps):
+                played = next(rollout)
+                np.testing.assert_array_equal(played.observation, observation)
+                np.testing.assert_array_equal(played.q_values, seen(observation))
+                np.testing.assert_array_equal(played.action, whole.send(epsilon_greedy(seen(observation), 0.0, rng)))
+                step = whole.recv()
+                for ours, theirs in zip(played.step[:-1], step[:-1], strict=True):
+                    np.testing.assert_array_equal(ours, theirs, f"step {t}")
+                assert played.step.games == step.games
+                np.testing.assert_array_equal(halves.observation, step.observation)
+                np.testing.assert_array_equal(halves.just_reset, step.reset)
+                observation, games = step.observation, games + len(step.games)
+        again = whole.reset(seed=6)
+        np.testing.assert_array_equal(halves.reset(seed=6), again)
+        assert not halves.just_reset.any()
+    assert games >= num_envs
+
+
+def test_a_failing_half_is_reported() -> None:
+    """The error of either half's emulator reaches whoever asked for it, and the caller."""
+    for index in (0, 1):
+        errors: list[Exception] = []
+        with closing(HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1)) as halves:
+            halves.on_failure = errors.append
+            halves.reset()
+            rollout = halves.rollout(seen, lambda: 0.0, np.random.default_rng(0))
+            next(rollout)
+            halves._halves[index]._envs.recv = lambda: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                next(rollout)
+        assert [type(error) for error in errors] == [ZeroDivisionError]

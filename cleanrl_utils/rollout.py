@@ -1,0 +1,95 @@
+"""Playing with nothing to do meanwhile but to choose the next actions."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from cleanrl_utils.atari import AtariEnvs, Step, available_cores
+from cleanrl_utils.evaluation import QFunction, epsilon_greedy
+
+
+class Played(NamedTuple):
+    """A step of N environments, with what led to it."""
+
+    observation: np.ndarray
+    """uint8 (N, 4, 84, 84), that the actions were chosen for"""
+    action: np.ndarray
+    """int64 (N,), really taken"""
+    step: Step
+    """what came of it"""
+    q_values: np.ndarray
+    """float32 (N, num_actions), of the observation"""
+
+
+class HalvedAtariEnvs:
+    """N copies of one game as two :class:`AtariEnvs` in turns: one is emulated while the other's actions are chosen.
+
+    For when there is nothing else to do during emulation. The copies play as those of one :class:`AtariEnvs` would.
+
+    Args: see :class:`AtariEnvs`. Half of the cores emulate, so that the other half can choose.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
+        self.num_envs, middle = num_envs, (num_envs + 1) // 2
+        self._halves = [
+            AtariEnvs(
+                *(env_id, end - start, seed, repeat_action_probability),
+                num_threads=min(end - start, (available_cores() + 1) // 2),
+                first=start,
+            )
+            for start, end in ((0, middle), (middle, num_envs))
+            if end > start
+        ]
+        self._gather()
+
+    def _gather(self) -> None:
+        self.observation = np.concatenate([half.observation for half in self._halves])
+        """uint8 (N, 4, 84, 84), the newest"""
+        self.just_reset = np.concatenate([half.just_reset for half in self._halves])
+        """bool (N,), the newest observation is a game's first, after another game"""
+
+    @property
+    def on_failure(self) -> Callable[[Exception], None]:
+        """Called when an emulator raises, before the error goes on its way."""
+        return self._halves[0].on_failure
+
+    @on_failure.setter
+    def on_failure(self, function: Callable[[Exception], None]) -> None:
+        for half in self._halves:
+            half.on_failure = function
+
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
+        for half in self._halves:
+            half.reset(seed)
+        self._gather()
+        return self.observation
+
+    def rollout(
+        self, q_function: QFunction, epsilon: Callable[[], float], rng: np.random.Generator
+    ) -> Iterator[Played]:
+        """Plays on without end, with ε-greedy actions; ``epsilon`` returns ε for now."""
+
+        def send(half: AtariEnvs) -> tuple[np.ndarray, np.ndarray]:
+            q_values = q_function(half.observation)
+            return half.send(epsilon_greedy(q_values, epsilon(), rng)), q_values
+
+        first, *second = self._halves
+        next_of_first = send(first)
+        while True:
+            chosen = [next_of_first, *(send(half) for half in second)]
+            steps = [first.recv()]
+            next_of_first = send(first)
+            steps += [half.recv() for half in second]
+            action, q_values = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
+            *arrays, games = zip(*steps, strict=True)
+            step = Step(*(np.concatenate(parts) for parts in arrays), [game for half in games for game in half])
+            observation = self.observation
+            self._gather()
+            yield Played(observation, action, step, q_values)
+
+    def close(self) -> None:
+        """Ends the emulators' threads."""
+        for half in self._halves:
+            half.close()
