@@ -7,6 +7,9 @@ denormal numbers), and in alternation with the script, so that a machine that sl
 
     python benchmark/throughput.py --teacher teachers/PongNoFrameskip-v4-dqn_atari-seed1 [--backend jax]
 
+Beside the rates it tells where the time of the online phase goes, how long choosing the actions of all games takes, and
+the peak of memory. ``--profile`` writes a trace that https://ui.perfetto.dev opens.
+
 Both backends read the same teacher. In JAX the plain formulation is flax's own layers in one jitted update.
 """
 
@@ -59,6 +62,8 @@ class Args:
     """as in the script"""
     cuda: bool = True
     """as in the PyTorch script"""
+    profile: Path | None = None
+    """a folder for a trace of the script's three phases, some steps of each; nothing is measured then"""
 
 
 class Plain:
@@ -111,6 +116,7 @@ class Script:
         self.rollout = self.teacher_envs.rollout(lambda x: self.teacher_q_function(x), lambda: 0.01, self.rng)
         self.steps = 0
         self.half_of_the_threads = contextlib.nullcontext
+        self.noting, self.seconds = False, dict[str, float]()
 
     def teacher_step(self) -> int:
         with self.half_of_the_threads():
@@ -121,14 +127,44 @@ class Script:
         return self.updates(self.offline_count)
 
     def online_step(self) -> int:
-        action = self.envs.send(epsilon_greedy(self.student_q_function(self.observation), 0.01, self.rng))
-        teacher_q_values = self.judge(self.observation)
-        self.updates(times_due(self.steps, self.steps + self.args.num_envs, 4))
+        with self.spent_on("choosing actions"):
+            q_values = self.student_q_function(self.observation)
+        action = self.envs.send(epsilon_greedy(q_values, 0.01, self.rng))
+        with self.spent_on("learning"):
+            teacher_q_values = self.judge(self.observation)
+            self.updates(times_due(self.steps, self.steps + self.args.num_envs, 4))
+            if self.noting:
+                self.wait()
         self.steps += self.args.num_envs
-        step = self.envs.recv()
+        with self.spent_on("waiting for the emulator"):
+            step = self.envs.recv()
         self.replay.add(self.observation, action, step, teacher_q_values)
         self.observation = step.observation
         return self.args.num_envs
+
+    @contextlib.contextmanager
+    def spent_on(self, what: str) -> Iterator[None]:
+        """Adds the time that it takes to `seconds`, if this is being noted."""
+        start = time.perf_counter()
+        yield
+        if self.noting:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+
+    def shares(self) -> str:
+        """Where the time of an online step goes, and how long choosing the actions of all games takes.
+
+        Measured by itself, since it waits for a GPU after learning, which the rates do not.
+        """
+        self.seconds, self.noting = {}, True
+        start, steps = time.perf_counter(), 0
+        while time.perf_counter() - start < self.args.seconds:
+            steps += self.online_step()
+        total = time.perf_counter() - start
+        self.noting = False
+        latency = 1e3 * self.seconds["choosing actions"] * self.args.num_envs / steps
+        self.seconds["everything else (Python)"] = total - sum(self.seconds.values())
+        shares = ", ".join(f"{what} {seconds / total:.0%}" for what, seconds in self.seconds.items())
+        return f"an online step: {shares}; choosing actions for {self.args.num_envs} games takes {latency:.2f} ms"
 
 
 def plain_torch(args: Args) -> tuple[Plain, Callable[[], None]]:
@@ -176,8 +212,8 @@ def plain_torch(args: Args) -> tuple[Plain, Callable[[], None]]:
     return side, torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
-def script_torch(args: Args) -> tuple[Script, Callable[[], None], str]:
-    """The PyTorch script, what waits for the device, and what computes."""
+def script_torch(args: Args) -> tuple[Script, str]:
+    """The PyTorch script, and what computes."""
     import torch
 
     from cleanrl import qdagger_dqn_atari_impalacnn as script
@@ -215,8 +251,9 @@ def script_torch(args: Args) -> tuple[Script, Callable[[], None], str]:
 
     side.updates = updates
     where = torch.cuda.get_device_name() if on_gpu else f"{available_cores()} cores of {cpu_name()}"
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
-    return side, wait, f"{where}; torch {torch.__version__}; bfloat16 {'on' if bf16 else 'off'}"
+    side.wait = torch.cuda.synchronize if on_gpu else lambda: None
+    side.device_memory = torch.cuda.max_memory_allocated if on_gpu else lambda: None
+    return side, f"{where}; torch {torch.__version__}; bfloat16 {'on' if bf16 else 'off'}"
 
 
 def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
@@ -256,8 +293,8 @@ def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
     return side, lambda: jax.block_until_ready(state)
 
 
-def script_jax(args: Args) -> tuple[Script, Callable[[], None], str]:
-    """The JAX script, what waits for the device, and what computes."""
+def script_jax(args: Args) -> tuple[Script, str]:
+    """The JAX script, and what computes."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -291,7 +328,9 @@ def script_jax(args: Args) -> tuple[Script, Callable[[], None], str]:
     side.updates = updates
     where = f"{available_cores()} cores of {cpu_name()}" if on_cpu else jax.devices()[0].device_kind
     what = f"{where}; jax {jax.__version__}; bfloat16 {'on' if bf16 else 'off'}"
-    return side, lambda: jax.block_until_ready((state, side.replay.rows)), what
+    side.wait = lambda: jax.block_until_ready((state, side.replay.rows))
+    side.device_memory = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return side, what
 
 
 def new_state(script: Any, num_actions: int, optimizer: Any) -> Any:
@@ -324,6 +363,36 @@ def rate(work: Callable[[], int], seconds: float, wait: Callable[[], None]) -> f
     return done / (time.perf_counter() - start)
 
 
+def write_profile(script: Script, args: Args) -> None:
+    """Traces the three phases into `profile`, after they have run often enough to be compiled."""
+
+    def work(times: int) -> None:
+        for phase in PHASES:
+            for _ in range(times):
+                getattr(script, phase)()
+        script.wait()
+
+    work(10)
+    args.profile.mkdir(parents=True, exist_ok=True)
+    if args.backend == "jax":
+        import jax
+
+        with jax.profiler.trace(str(args.profile), create_perfetto_trace=True):
+            work(5)
+        print(f"trace written into {args.profile}; open its perfetto_trace.json.gz in https://ui.perfetto.dev")
+        return
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        work(5)
+    path = args.profile / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    print(f"trace written to {path}; open it in https://ui.perfetto.dev")
+
+
 def peak_memory(args: Args) -> float:
     """GB of resident memory at the peak of a run of the script whose two replays fill up to ``memory_steps``.
 
@@ -345,32 +414,53 @@ def peak_memory(args: Args) -> float:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
 
 
+PHASES = {
+    "teacher_step": "teacher data, steps/s",
+    "offline_update": "offline, updates/s",
+    "online_step": "online, steps/s",
+}
+"""Methods of both sides, and what their rates are"""
+
+
 def main(args: Args) -> None:
     args.teacher = str(Path(args.teacher).resolve()) if Path(args.teacher).is_dir() else args.teacher
+    make_script = script_jax if args.backend == "jax" else script_torch
+    if args.profile:
+        script, _ = make_script(args)
+        fill(script)
+        write_profile(script, args)
+        return
     connection, other_end = multiprocessing.Pipe()
     multiprocessing.get_context("spawn").Process(target=serve_plain, args=(args, other_end), daemon=True).start()
-    script, wait, what = (script_jax if args.backend == "jax" else script_torch)(args)
-    for _ in range(2000 // args.num_envs):
-        script.teacher_step()
+    script, what = make_script(args)
+    fill(script)
 
-    phases = ("teacher_step", "offline_update", "online_step")
     rates: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.rounds):
-        for phase in phases:
+        for phase in PHASES:
             connection.send(phase)
             rates.setdefault((phase, "plain"), []).append(connection.recv())
-            rates.setdefault((phase, "script"), []).append(rate(getattr(script, phase), args.seconds, wait))
+            rates.setdefault((phase, "script"), []).append(rate(getattr(script, phase), args.seconds, script.wait))
     connection.send("")
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(f"\n{what}; commit {commit}")
     print(f"batch {args.batch_size}, num_envs {args.num_envs}, medians of {args.rounds} rounds of {args.seconds:g} s\n")
     print("| phase | plain | this script | ratio |\n|---|---|---|---|")
-    for phase, unit in zip(phases, ("teacher data, steps/s", "offline, updates/s", "online, steps/s"), strict=True):
+    for phase, unit in PHASES.items():
         slow, fast = (float(np.median(rates[phase, name])) for name in ("plain", "script"))
         print(f"| {unit} | {slow:.1f} | {fast:.1f} | {fast / slow:.2f}× |", flush=True)
+    print(f"\n{script.shares()}", flush=True)
+    if device_memory := script.device_memory():
+        print(f"peak of device memory, with a replay of 50,000 steps: {device_memory / 1e9:.2f} GB")
     if args.memory_steps:
-        print(f"\npeak host memory with two replays of {args.memory_steps:,} steps: {peak_memory(args):.2f} GB")
+        print(f"peak of host memory with two replays of {args.memory_steps:,} steps: {peak_memory(args):.2f} GB")
+
+
+def fill(script: Script) -> None:
+    """Plays 2000 steps, so that there is something to sample from."""
+    for _ in range(2000 // script.args.num_envs):
+        script.teacher_step()
 
 
 def cpu_name() -> str:
