@@ -1,5 +1,6 @@
 """What the JAX scripts share: device, memory, weights and a network as a NumPy function, saving."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,14 @@ Apply = Callable[[Params, jax.Array], jax.Array]
 
 
 def pick_device() -> bool:
-    """Whether JAX computes on a CPU; then sets up malloc, so call it before anything else of JAX."""
+    """Whether JAX computes on a CPU. Sets up malloc and the compilation cache: call it before anything else of JAX."""
     keep_freed_memory()
-    return jax.default_backend() == "cpu"
+    on_cpu = jax.default_backend() == "cpu"
+    # Compiling for a GPU takes minutes, for a CPU seconds, and code for one processor may fail on another.
+    if not on_cpu and jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(cache / "qdagger-jax"))
+    return on_cpu
 
 
 def available_memory() -> int:

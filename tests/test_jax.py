@@ -26,7 +26,7 @@ from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
 from cleanrl_utils.jax_layers import max_pool
-from cleanrl_utils.jax_utils import Params, make_q_function, params_of, save_model
+from cleanrl_utils.jax_utils import Params, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
 
 REPO = Path(__file__).parent.parent
@@ -338,6 +338,22 @@ def test_q_function_of_any_batch() -> None:
         q_values = q_function(observation[:size])
         assert q_values.shape == (size, A)
         np.testing.assert_allclose(q_values, expected[:size], rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_programs_are_kept_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the user's cache, or where they said; those for a CPU only if they said so."""
+    was, elsewhere = jax.config.jax_compilation_cache_dir, str(tmp_path / "elsewhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = []
+    try:
+        for backend, given in (("cpu", None), ("gpu", None), ("gpu", elsewhere), ("cpu", elsewhere)):
+            jax.config.update("jax_compilation_cache_dir", given)
+            monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+            assert pick_device() == (backend == "cpu")
+            found.append(jax.config.jax_compilation_cache_dir)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", was)
+    assert found == [None, str(tmp_path / "qdagger-jax"), elsewhere, elsewhere]
 
 
 # ==================== runs ====================
