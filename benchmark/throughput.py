@@ -52,6 +52,8 @@ class Args:
     """parallel games of the script under test; the plain formulation has one"""
     batch_size: int = 32
     """transitions per update"""
+    replay_steps: int = 50_000
+    """size of the replay of the script under test"""
     seconds: float = 8.0
     """time for each measurement of each round"""
     rounds: int = 3
@@ -239,7 +241,7 @@ def script_torch(args: Args) -> tuple[Script, str]:
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
-    side.replay = script.Replay(50_000, num_actions, script_args, device)
+    side.replay = script.Replay(args.replay_steps, num_actions, script_args, device)
     side.teacher_q_function, side.judge = make_q_function(teacher, device, on_gpu), make_judge(teacher, device, on_gpu)
     side.student_q_function, side.offline_count = make_q_function(student, device, on_gpu), 1
     update = script.make_update(student, target_network, optimizer, side.replay, script_args)
@@ -316,7 +318,7 @@ def script_jax(args: Args) -> tuple[Script, str]:
     side.judge = functools.partial(teacher_apply, teacher_params)
     side.offline_count = 1 if on_cpu else 20
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
-    side.replay = script.Replay(50_000, num_actions, script_args)
+    side.replay = script.Replay(args.replay_steps, num_actions, script_args)
     learn = functools.partial(script.update, args=script_args, apply=student.apply, optimizer=optimizer)
     learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
 
@@ -452,7 +454,7 @@ def main(args: Args) -> None:
         print(f"| {unit} | {slow:.1f} | {fast:.1f} | {fast / slow:.2f}× |", flush=True)
     print(f"\n{script.shares()}", flush=True)
     if device_memory := script.device_memory():
-        print(f"peak of device memory, with a replay of 50,000 steps: {device_memory / 1e9:.2f} GB")
+        print(f"peak of device memory, with a replay of {args.replay_steps:,} steps: {device_memory / 1e9:.2f} GB")
     if args.memory_steps:
         print(f"peak of host memory with two replays of {args.memory_steps:,} steps: {peak_memory(args):.2f} GB")
 
