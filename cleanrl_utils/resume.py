@@ -49,6 +49,9 @@ MAY_CHANGE = {
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGALRM: 0}
 """SIGALRM is what --max-minutes sends"""
 
+WRITING = 0.02
+"""the fraction of its time that a run may spend on the checkpoints of every `checkpoint_minutes`"""
+
 
 class Part(Protocol):
     """Something that a checkpoint holds."""
@@ -159,6 +162,7 @@ class Run:
         if args.track:
             self._wandb_id = wandb_run_id()
         self._phase_started = self._last_checkpoint = time.monotonic()
+        self._pause = 0.0
         self._signal: signal.Signals | None = None
         self._interruptible = False
         self._handlers: dict[signal.Signals, Any] = {}
@@ -236,7 +240,7 @@ class Run:
 
     def _between_steps(self) -> None:
         minutes = self.args.checkpoint_minutes
-        due = minutes and time.monotonic() - self._last_checkpoint >= minutes * 60
+        due = minutes and time.monotonic() - self._last_checkpoint >= max(minutes * 60, self._pause)
         if not (due or self._signal):
             return
         # Where a game has just ended, ending it once more would put two final frames after each other into the replay.
@@ -244,7 +248,10 @@ class Run:
             return
         if self._signal:
             self._stop()
+        started = time.monotonic()
         self.save()
+        # Where all of a large replay is new each time, or the disk is slow, checkpoints become fewer, not training.
+        self._pause = (time.monotonic() - started) / WRITING
 
     def end_phase(self, next_phase: int) -> None:
         """Goes on to another phase, with a checkpoint in between."""

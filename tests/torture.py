@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl"), str(ROOT / "tests")]
 import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
 from test_cli import only, read_scalars, tiny, write_teacher  # noqa: E402
 
-from cleanrl_utils import torch_utils  # noqa: E402
+from cleanrl_utils import resume, torch_utils  # noqa: E402
 from cleanrl_utils.checkpoint import CheckpointStore  # noqa: E402
 from cleanrl_utils.errors import UserError  # noqa: E402
 from cleanrl_utils.resume import parse_args  # noqa: E402
@@ -65,6 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     torch_utils.available_cores = lambda: 1
+    resume.WRITING = 1e9  # hardly a step is made between two checkpoints
     folder = Path(tempfile.mkdtemp(prefix="torture"))
     teacher = write_teacher(folder / "teacher")
     sizes = {"teacher_steps": 60, "offline_steps": 200, "offline_eval_frequency": 100, "total_timesteps": 400}
