@@ -4,14 +4,16 @@ import difflib
 import os
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import gymnasium as gym
 import numpy as np
 from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
-from cleanrl_utils.errors import UserError
+from cleanrl_utils.errors import EmulatorFailure, UserError
+
+Result = TypeVar("Result")
 
 MAX_FRAMES = 108_000  # 30 minutes of play at 60 frames/s, after which a game is truncated (Machado et al., 2018)
 NOOP_MAX = 30
@@ -85,6 +87,19 @@ def env_seeds(seed: int, num_envs: int) -> np.ndarray:
     return np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1
 
 
+def emulate(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Calls a function of the emulator.
+
+    Raises:
+        EmulatorFailure: it raises anything.
+    """
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise EmulatorFailure(f"the emulator failed ({reason})", exit_code=1) from error
+
+
 class AtariEnvs:
     """N copies of one game, emulated in C++ threads, with the preprocessing of Mnih et al. (2015).
 
@@ -93,7 +108,8 @@ class AtariEnvs:
     ``terminated`` and the game plays on; FIRE is then pressed in place of the next action, as in the wrappers that
     published agents were trained in: without it an agent can stand still in Breakout forever.
 
-    Emulation overlaps with whatever the caller does between :meth:`send` and :meth:`recv`.
+    Emulation overlaps with whatever the caller does between :meth:`send` and :meth:`recv`. Whatever the emulator raises
+    there or in :meth:`reset` becomes an :class:`EmulatorFailure`.
 
     Args:
         env_id: see :func:`parse_env_id`, which also says what ``repeat_action_probability`` is.
@@ -137,15 +153,15 @@ class AtariEnvs:
         """uint8 (N, 4, 84, 84), the newest"""
         self.just_reset = np.zeros(num_envs, bool)
         """bool (N,), the newest observation is a game's first, after another game"""
-        self.on_failure: Callable[[Exception], None] = lambda error: None
-        """called when the emulator raises, before the error goes on its way"""
+        self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
+        """called when the emulator fails in a step, before the failure goes on its way"""
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
         if self._sent:  # a step that nobody waits for any more
             self.recv()
         seeds = env_seeds(self._seed if seed is None else seed, self._first + self.num_envs)[self._first :]
-        observation, info = self._envs.reset(seed=seeds.astype(np.int64))
+        observation, info = emulate(self._envs.reset, seed=seeds.astype(np.int64))
         self.observation, self.just_reset = observation, np.zeros(self.num_envs, bool)
         self._game_start = info["frame_number"] - info["episode_frame_number"]
         self._score[:], self._length[:], self._press_fire[:] = 0, 0, False
@@ -155,21 +171,13 @@ class AtariEnvs:
         """Starts a step with ``action``; returns the actions really taken (FIRE after a lost life). Both int64 (N,)."""
         if self._fire_action is not None:
             action = np.where(self._press_fire, self._fire_action, action)
-        try:
-            self._envs.send(action)
-        except Exception as error:
-            self.on_failure(error)
-            raise
+        self._step(self._envs.send, action)
         self._sent = True
         return action
 
     def recv(self) -> Step:
         """Waits for the step that :meth:`send` started."""
-        try:
-            observation, reward, terminated, truncated, info = self._envs.recv()
-        except Exception as error:
-            self.on_failure(error)
-            raise
+        observation, reward, terminated, truncated, info = self._step(self._envs.recv)
         self._sent = False
         # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
         # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
@@ -187,6 +195,13 @@ class AtariEnvs:
         """:meth:`send` and :meth:`recv` in one call."""
         self.send(action)
         return self.recv()
+
+    def _step(self, function: Callable[..., Result], *args: Any) -> Result:
+        try:
+            return emulate(function, *args)
+        except EmulatorFailure as failure:
+            self.on_failure(failure)
+            raise
 
     def close(self) -> None:
         """Ends the emulator's threads."""

@@ -17,6 +17,10 @@ class TrainingFailure(Exception):
         self.exit_code = exit_code
 
 
+class EmulatorFailure(TrainingFailure):
+    """A game can't go on. What the emulator raised is its ``__cause__``."""
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns these errors into their message on stderr and an exit code, 2 for a :class:`UserError`; no traceback."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from cleanrl_utils.atari import AtariEnvs, make_wrapped_env
+from cleanrl_utils.atari import AtariEnvs, emulate, make_wrapped_env
 from cleanrl_utils.errors import UserError
 
 QFunction = Callable[[np.ndarray], np.ndarray]
@@ -42,6 +42,9 @@ def play_games(
         epsilon: probability of a random action.
         seed: the same seed gives the same games.
         description: what the progress bar says.
+
+    Raises:
+        EmulatorFailure: a game can't go on.
     """
     rng = np.random.default_rng(seed)
     scores: list[int] = []
@@ -95,7 +98,11 @@ def play_wrapped_game(
     repeat_action_probability: float | None = None,
     video: Path | None = None,
 ) -> float:
-    """Score of one whole game in the stable-baselines3 wrappers; written as an mp4 file when ``video`` names one."""
+    """Score of one whole game in the stable-baselines3 wrappers; written as an mp4 file when ``video`` names one.
+
+    Raises:
+        EmulatorFailure: the game can't go on.
+    """
     rng = np.random.default_rng(seed)
     env = make_wrapped_env(env_id, repeat_action_probability, render_mode="rgb_array" if video else None)
     writer = None
@@ -107,10 +114,10 @@ def play_wrapped_game(
         # them would take gigabytes.
         writer = get_writer(video, fps=15, macro_block_size=2)
     score = 0.0
-    observation, _ = env.reset(seed=seed)
+    observation, _ = emulate(env.reset, seed=seed)
     while True:
         action = epsilon_greedy(q_function(np.asarray(observation)[None]), epsilon, rng)
-        observation, reward, terminated, _, _ = env.step(int(action[0]))
+        observation, reward, terminated, _, _ = emulate(env.step, int(action[0]))
         score += float(reward)
         if writer:
             writer.append_data(env.render())
@@ -119,7 +126,7 @@ def play_wrapped_game(
             break
         if terminated:  # a life, not the game
             frame = ale.getEpisodeFrameNumber()
-            observation, _ = env.reset()
+            observation, _ = emulate(env.reset)
             if ale.getEpisodeFrameNumber() < frame:  # the wrappers play on a little, and that ended the game
                 break
     if writer:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, ReplayRows, Tree
 from cleanrl_utils.checks import flag
-from cleanrl_utils.errors import TrainingFailure, UserError
+from cleanrl_utils.errors import EmulatorFailure, TrainingFailure, UserError
 from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
 from cleanrl_utils.hub import script_of
 from cleanrl_utils.rollout import HalvedAtariEnvs
@@ -199,7 +199,7 @@ class Run:
         Emulators can't be restored. In the middle of a phase new games begin, and those that were being played end in
         the replay as truncated, with the frame that was last seen.
         """
-        self._envs, envs.on_failure = envs, self._on_emulator_failure
+        self._envs, envs.on_failure = envs, self._on_failed_step
         if not (self._loaded and self._replay and self._replay.rows_written):
             return envs.reset()
         frame, just_reset = self._loaded["frame"], self._loaded["just_reset"]
@@ -267,7 +267,10 @@ class Run:
         """Plays whole games at ε = `end_e` (at random without a Q-function), notes the scores, returns their mean.
 
         What an earlier part of the run has played is not played again. A signal does not wait for the games to end:
-        they start from seeds, and the resumed run plays them anew.
+        they start from seeds, and the resumed run plays them anew, as it does when the emulator fails.
+
+        Raises:
+            TrainingFailure: the emulator failed; what there is was saved.
         """
         args = self.args
         if name not in self.results:
@@ -287,17 +290,22 @@ class Run:
         return float(self.results[name].mean())
 
     def _interrupt_by_signal(self, function: Callable[[], Result]) -> Result:
-        started, result = time.monotonic(), None
+        started, result, failure = time.monotonic(), None, None
         try:
             self._interruptible = True
             if not self._signal:
-                result = function()
+                try:
+                    result = function()
+                except EmulatorFailure as error:
+                    failure = error
             self._interruptible = False
         except Stopped:
             self._interruptible = False
         self._phase_started += time.monotonic() - started
         if self._signal:
             self._stop()
+        if failure:
+            self._fail_emulator(failure)
         return result
 
     def check_finite(self) -> None:
@@ -384,14 +392,16 @@ class Run:
         self.close()
         sys.exit(EXIT_CODES[number])
 
-    def _on_emulator_failure(self, error: Exception) -> NoReturn:
-        """Saves the state without the iteration that failed, which a resumed run begins again with new games."""
+    def _on_failed_step(self, failure: EmulatorFailure) -> NoReturn:
+        """Does not count the iteration that failed, which a resumed run begins again with new games."""
         self.done -= self._by
+        self._fail_emulator(failure)
+
+    def _fail_emulator(self, failure: EmulatorFailure) -> NoReturn:
         if self.args.checkpoint_minutes:
             self.save()
         self.close()
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise TrainingFailure(f"the emulator failed ({reason}); {self._last_saved()}", exit_code=1) from error
+        raise TrainingFailure(f"{failure}; {self._last_saved()}", failure.exit_code) from failure
 
     def close(self, videos: Sequence[Path] = ()) -> None:
         """Closes the logs, adds ``videos`` to those of W&B; from here on signals do again what they always do."""

@@ -23,6 +23,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
+from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,8 @@ from test_replay import Game, JaxQDaggerReplay, Play, TorchQDaggerReplay, frame,
 from cleanrl_utils import checkpoint, runs
 from cleanrl_utils import resume as resuming
 from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, RandomState, pack, read_file, unpack, write_file
-from cleanrl_utils.errors import TrainingFailure, UserError, one_line_errors
+from cleanrl_utils.errors import EmulatorFailure, TrainingFailure, UserError, one_line_errors
+from cleanrl_utils.evaluation import play_games, play_wrapped_game
 from cleanrl_utils.jax_checkpoint import ReplayState as JaxReplayState
 from cleanrl_utils.jax_checkpoint import TreeState
 from cleanrl_utils.resume import Run, parse_args
@@ -971,6 +973,44 @@ def test_emulator_that_dies(
     scalars = read_scalars(run_dir)
     assert [step for step, _ in scalars["charts/SPS"]] == [198, 298, 398]
     assert len(scalars["losses/loss"]) == len({step for step, _ in scalars["losses/loss"]})
+
+
+def test_emulator_that_dies_in_an_evaluation(
+    whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What there is is saved, and the resumed run, which plays the evaluation anew, does not differ."""
+    no_play = resuming.play_games
+    to_fail = ["random", "offline 50"]
+
+    def play(*args: Any) -> np.ndarray:
+        if args[-1] not in to_fail:
+            return no_play(*args)
+        to_fail.remove(args[-1])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AtariVectorEnv, "recv", lambda envs: 1 / 0)
+            return play_games(*args)
+
+    def fail(phase: int, done: int, function: Callable, *args: Any) -> None:
+        with pytest.raises(TrainingFailure, match=r"emulator failed \(division by zero\).*--resume") as failure:
+            function(*args)
+        assert failure.value.exit_code == 1
+        state = CheckpointStore(only((tmp_path / "a" / "runs").iterdir()) / "checkpoint").load()
+        assert (state["phase"], state["done"]) == (phase, done)
+
+    monkeypatch.setattr(resuming, "play_games", play)
+    fail(1, 0, run_in, tmp_path / "a", qdagger, args_of(qdagger, teacher), monkeypatch)
+    run_dir = only((tmp_path / "a" / "runs").iterdir())
+    fail(3, 50, resume, qdagger, run_dir)
+    resume(qdagger, run_dir)
+    assert untimed(read_scalars(run_dir)) == whole(qdagger)[0]
+    assert sorted(no_games) == sorted(["teacher", "random", "offline 50", "offline 100", "online"])
+
+
+def test_emulator_that_dies_in_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrappers' emulator fails as the vector environment's does."""
+    monkeypatch.setattr(AtariEnv, "step", lambda env, action: 1 / 0)
+    with pytest.raises(EmulatorFailure, match=r"emulator failed \(division by zero\)"):
+        play_wrapped_game(lambda observation: np.zeros((1, 18), np.float32), GAME, 0.0, 1)
 
 
 def test_wandb_unreachable(tmp_path: Path) -> None:
