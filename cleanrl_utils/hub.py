@@ -1,19 +1,52 @@
 """Uploads a trained model to the Hugging Face Hub, laid out so that ``find_teacher`` finds it there."""
 
 import dataclasses
+import functools
 import inspect
+import os
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCardData, get_token, is_offline_mode
+from huggingface_hub import (
+    CommitOperationAdd,
+    EvalResult,
+    HfApi,
+    ModelCardData,
+    get_session,
+    get_token,
+    is_offline_mode,
+    set_client_factory,
+)
 
 from cleanrl_utils.errors import UserError
 
 HOW_IT_WAS_RUN = ("resume", "checkpoint_minutes", "max_minutes")
 """Flags that make no difference to what is learned"""
+
+PATIENCE = 30.0
+"""seconds that the hub may take to answer, or to send or accept the next piece"""
+
+
+@functools.cache
+def limit_waiting() -> None:
+    """Makes every request to the hub fail after :data:`PATIENCE` without progress; of itself the client may hang."""
+    session = get_session()
+    hooks = session.event_hooks
+    settings = {"event_hooks": hooks, "follow_redirects": session.follow_redirects, "timeout": session.timeout}
+
+    def limit(request: Any) -> None:
+        timeouts = request.extensions["timeout"]
+        request.extensions["timeout"] = {name: min(seconds or PATIENCE, PATIENCE) for name, seconds in timeouts.items()}
+
+    hooks["request"].append(limit)
+    # A factory, not this session's own timeout: the client makes a new session after a connection that failed.
+    set_client_factory(lambda: type(session)(**settings))
+    # Large files go to the storage beside the hub, whose client tries six times, 300 s each. Sending counts there, and
+    # is slow for some.
+    os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")
 
 
 def check_upload_possible(args: Any) -> None:
@@ -49,6 +82,7 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray
     repo = f"{args.hf_entity}/{name}" if args.hf_entity else name  # the hub fills in the token's owner
     filename = f"{args.exp_name}.cleanrl_model"
     try:
+        limit_waiting()
         api = HfApi()
         repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
         card_path = run_dir / "README.md"

@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 )
 
 from cleanrl_utils.errors import UserError
+from cleanrl_utils.hub import limit_waiting
 from cleanrl_utils.runs import atomic_write
 
 Architecture = Literal["nature", "impala"]
@@ -123,6 +124,7 @@ def find_teacher(repo_or_dir: str, exp_name: str) -> Path:
             f"--teacher-model-exp-name {directory.name.removesuffix(SUFFIX)}"
         )
     try:
+        limit_waiting()
         logging.set_verbosity_error()  # its retries would take ten lines before ours
         return Path(hf_hub_download(repo_or_dir, filename))
     except Exception as error:  # the client raises its own, its HTTP library's, OSError and ValueError

@@ -51,11 +51,18 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         self.created: list[dict] = []
         self.commit_status = 200
+        self.hangs_at = "nowhere"  # takes requests for paths that contain it, and says nothing
 
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
+
+    def parse_request(self):
+        valid = super().parse_request()
+        if valid and self.server.hangs_at in self.path:
+            threading.Event().wait()
+        return valid
 
     def answer(self, status, body=b"", headers=()):
         if not isinstance(body, bytes):
@@ -144,9 +151,11 @@ def run(command, home, endpoint, cwd=None, **environment):
 # ==================== downloads ====================
 
 FIND = """
-import json, sys, time
+import json, os, sys, time
 time.sleep = lambda seconds: None  # the client waits for seconds before it tries again
 sys.modules.update(torch=None, jax=None, flax=None)  # none of them is needed
+from cleanrl_utils import hub
+hub.PATIENCE = float(os.environ.get("PATIENCE", hub.PATIENCE))
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.teachers import find_teacher
 
@@ -235,9 +244,38 @@ def test_unreachable_hub(environment, reason, home, closed_port):
     assert len(answers["lab/other"].splitlines()) == 1
 
 
+LIMITS = """
+from cleanrl_utils.hub import limit_waiting
+from huggingface_hub import close_session, get_session
+limit_waiting()
+close_session()
+for timeout in (None, 10, 60):
+    request = get_session().build_request("GET", "http://x", **({"timeout": timeout} if timeout else {}))
+    for hook in get_session().event_hooks["request"]:
+        hook(request)
+    print(*request.extensions["timeout"].values())
+"""
+
+
+def test_every_request_has_a_time_limit(tmp_path):
+    process = run([sys.executable, "-c", LIMITS], tmp_path, "http://127.0.0.1")
+    assert process.stdout.splitlines() == [" ".join([limit] * 4) for limit in ("30.0", "10", "30.0")]
+
+
+@pytest.mark.parametrize("part", ["/lab/good/", "/tree/main"])
+def test_hub_that_hangs(part, hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "hangs_at", part)
+    repo = "lab/good" if part == "/lab/good/" else "lab/otherfile"
+    answer = find([repo], tmp_path, hub.url, PATIENCE="0.3")[repo]
+    expected = "can't be downloaded from" if repo == "lab/good" else "has no dqn_atari.cleanrl_model, nor any"
+    assert expected in answer
+    assert len(answer.splitlines()) == 1
+
+
 # ==================== uploads ====================
 
 SCRIPT = """
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -247,8 +285,11 @@ time.sleep = lambda seconds: None
 
 import numpy as np
 
+from cleanrl_utils import hub
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.hub import check_upload_possible, upload_model
+
+hub.PATIENCE = float(os.environ.get("PATIENCE", hub.PATIENCE))
 
 
 @dataclass
@@ -353,6 +394,18 @@ def test_failed_upload_goes_on_and_its_command_uploads(upload, hub, tmp_path):
     assert repo == "lab/ALE-Pong-v5-toy-seed3"
     assert files.keys() == {"toy.cleanrl_model", "README.md", "events.out.tfevents.1"}
     assert files["toy.cleanrl_model"] == MODEL
+
+
+@pytest.mark.parametrize("part", ["whoami", "/preupload/", "/commit/"])
+def test_upload_to_a_hub_that_hangs(part, upload, hub, monkeypatch):
+    monkeypatch.setattr(hub, "hangs_at", part)
+    process = upload(HF_TOKEN=TOKEN, PATIENCE="0.3")
+    assert process.returncode == 0
+    assert process.stdout == "went on\n"
+    [line] = [line for line in process.stderr.splitlines() if "UPLOAD FAILED" in line]
+    assert "(timed out)" in line
+    assert f"the model is still at {Path('runs/a run/toy.cleanrl_model')}" in line
+    assert "upload it with: hf upload" in line
 
 
 def test_upload_with_a_token_that_the_hub_refuses(upload):
