@@ -20,6 +20,7 @@ from tqdm import tqdm
 from cleanrl_utils.errors import UserError
 
 WRITE_EVENTS_EVERY = 10  # seconds
+WANDB_FINISH_TIMEOUT = 600  # seconds; what has not been sent by then is on the disk, for `wandb sync`
 
 
 class EventWriter:
@@ -123,6 +124,8 @@ def start_run(args: Any) -> tuple[Path, EventWriter]:
         raise UserError(
             f"{run_dir} can't be written ({error.strerror or error}); run from a folder that you may write to"
         ) from error
+    if args.track:
+        copy_to_wandb(run_dir)
     rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
     return run_dir, writer
@@ -147,9 +150,12 @@ def reopen_run(args: Any, run_dir: Path, sizes: dict[str, int], wandb_id: str | 
                 (run_dir / name).unlink()
             elif size > sizes[name]:
                 os.truncate(run_dir / name, sizes[name])
-        return EventWriter(run_dir)
+        writer = EventWriter(run_dir)
     except OSError as error:
         raise UserError(f"{run_dir} can't be written ({error.strerror or error}); make it writable") from error
+    if args.track:
+        copy_to_wandb(run_dir)
+    return writer
 
 
 def check_wandb_possible() -> None:
@@ -162,7 +168,7 @@ def check_wandb_possible() -> None:
 
 
 def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
-    """Starts a W&B run, or goes on with the run ``wandb_id``, that copies everything written to TensorBoard.
+    """Starts a W&B run, or goes on with the run ``wandb_id``.
 
     ``WANDB_MODE=offline`` keeps it on disk, and so does a server that can't be reached.
 
@@ -171,6 +177,8 @@ def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
     """
     import wandb
 
+    # Of itself W&B sends what is left at the end for as long as it takes, also to a server that has gone.
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WANDB_FINISH_TIMEOUT))
     init = functools.partial(
         wandb.init,
         project=args.wandb_project_name,
@@ -190,8 +198,15 @@ def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
     except wandb.errors.Error as error:
         warn_once("W&B can't be reached", error, "it is kept on disk: upload it afterwards with `wandb sync`")
         init(mode="offline")
-    # What sync_tensorboard does when a SummaryWriter of one of the libraries that it knows is made.
-    wandb.run._tensorboard_callback(str(run_dir))
+
+
+def copy_to_wandb(run_dir: Path) -> None:
+    """Makes W&B's run follow the event files in ``run_dir``."""
+    import wandb
+
+    # What sync_tensorboard does when a SummaryWriter of one of the libraries that it knows is made. Without the root,
+    # W&B waits ten seconds for other directories to find out what they have in common.
+    wandb.run._tensorboard_callback(str(run_dir), root_logdir=str(run_dir))
 
 
 def wandb_run_id() -> str:

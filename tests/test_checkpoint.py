@@ -1013,25 +1013,54 @@ def test_emulator_that_dies_in_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
         play_wrapped_game(lambda observation: np.zeros((1, 18), np.float32), GAME, 0.0, 1)
 
 
-def test_wandb_unreachable(tmp_path: Path) -> None:
-    """A server that hangs costs a warning line; what it would have got is on the disk, to be sent later."""
-    pytest.importorskip("wandb")
-    script = """
-import socket, types
-from pathlib import Path
+WANDB_RUN = """
+import json, os, sys, threading, types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from cleanrl_utils import runs
-import os
-server = socket.create_server(("127.0.0.1", 0))  # takes connections and says nothing
-os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:%d" % server.getsockname()[1]
+
+class Server(BaseHTTPRequestHandler):
+    def do_POST(self):
+        query = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}") if begins else {}
+        if "mutation UpsertBucket" in query.get("query", ""):
+            project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+            bucket = {"id": "b", "name": query["variables"]["name"], "displayName": "d", "project": project}
+            self.answer(200, {"upsertBucket": {"bucket": bucket, "inserted": True}})
+        elif hangs:
+            threading.Event().wait()
+        else:
+            self.answer(500, {})
+
+    def answer(self, status, data):
+        body = json.dumps({"data": data}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+begins, hangs = "begins" in sys.argv, "hangs" in sys.argv
+server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:%d" % server.server_port
+runs.WANDB_FINISH_TIMEOUT = 1
 args = types.SimpleNamespace(track=True, wandb_project_name="p", wandb_entity="e", env_id="x", exp_name="y", seed=1)
 run_dir, writer = runs.start_run(args)
 writer.add_scalar("losses/td_loss", 1.5, 3)
 runs.finish_run(args, writer, [])
 os._exit(0)  # W&B's own clean-up waits for the server once more
 """
-    environ = {"WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2", "WANDB_SILENT": "true", "WANDB_HTTP_TIMEOUT": "1"}
+
+
+@pytest.mark.parametrize("server", ["hangs", "fails", "begins, then hangs"])
+def test_wandb_unreachable(server: str, tmp_path: Path) -> None:
+    """A server that is out of order costs some lines; what it would have got is on the disk, to be sent later."""
+    pytest.importorskip("wandb")
+    environ = {"WANDB_API_KEY": "0" * 40, "WANDB_INIT_TIMEOUT": "2", "WANDB_HTTP_TIMEOUT": "1"}
+    environ["WANDB_X_DISABLE_VIEWER"] = "true"  # ten seconds are spent on asking who one is
     result = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", WANDB_RUN, *server.replace(",", "").split()],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(REPO), **environ},
         capture_output=True,
@@ -1039,8 +1068,10 @@ os._exit(0)  # W&B's own clean-up waits for the server once more
         timeout=100,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("WARNING: W&B can't be reached") == 1, result.stderr
-    data = only(tmp_path.glob("wandb/offline-run-*/*.wandb")).read_bytes()
+    begins = "begins" in server
+    assert result.stderr.count("WARNING: W&B can't be reached") == (not begins), result.stderr
+    assert ("Timed out finishing run" in result.stderr) == begins, result.stderr
+    data = only(tmp_path.glob("wandb/run-*/*.wandb" if begins else "wandb/offline-run-*/*.wandb")).read_bytes()
     assert b"losses/td_loss" in data
 
 
