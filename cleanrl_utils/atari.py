@@ -20,6 +20,8 @@ NOOP_MAX = 30
 FRAME_SKIP = 4
 # ale-py has no single-player mode for these ROMs, and its emulator ends the whole process when given one.
 MULTIPLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
+WELL_KNOWN = "Breakout, Pong, Qbert, Seaquest, SpaceInvaders"
+LIST_GAMES = "python -c 'from cleanrl_utils.atari import games; print(*games())'"
 
 
 class Game(NamedTuple):
@@ -50,6 +52,11 @@ class Step(NamedTuple):
     """(score, length in steps) of every game that these resets closed"""
 
 
+def games() -> dict[str, str]:
+    """The single-player games that ale-py ships: ale-py's name of the ROM by the game's name in environment ids."""
+    return {rom.title().replace("_", ""): rom for rom in roms.get_all_rom_ids() if rom not in MULTIPLAYER_ROMS}
+
+
 def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> Game:
     """Reads ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, for every single-player game that ale-py ships.
 
@@ -58,18 +65,18 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
     Raises:
         UserError: the id has another form, or names no single-player Atari game.
     """
-    names = {rom.title().replace("_", ""): rom for rom in roms.get_all_rom_ids() if rom not in MULTIPLAYER_ROMS}
+    names = games()
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
         known = "is not an Atari environment" if env_id in gym.registry else "is no environment id this script knows"
         raise UserError(
-            f"--env-id {env_id} {known}: use {{Game}}NoFrameskip-v4 or ALE/{{Game}}-v5, e.g. PongNoFrameskip-v4"
+            f"--env-id {env_id!r} {known}: use {{Game}}NoFrameskip-v4 or ALE/{{Game}}-v5, e.g. PongNoFrameskip-v4"
         )
     name = match["v5"] or match["v4"]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.title(), names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"ale-py has {', '.join(sorted(names))}"
-        raise UserError(f"--env-id {env_id}: there is no single-player Atari game called {name}; {hint}")
+        hint = f"did you mean {close[0]}?" if close else f"there are {WELL_KNOWN} and others, listed by `{LIST_GAMES}`"
+        raise UserError(f"--env-id {env_id!r}: there is no single-player Atari game called {name}; {hint}")
     default = 0.25 if match["v5"] else 0.0
     sticky = default if repeat_action_probability is None else repeat_action_probability
     if not 0 <= sticky < 1:

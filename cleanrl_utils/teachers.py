@@ -276,10 +276,10 @@ def read_flax(data: bytes) -> dict[str, np.ndarray]:
     """
     try:
         tree = msgpack.unpackb(data)
-    except Exception as error:  # ValueError, and msgpack's own that are none
-        raise ValueError(f"it is neither a PyTorch file nor flax msgpack, or damaged ({error})") from error
+    except Exception:  # ValueError, and msgpack's own that are none; what they say of bytes and keys helps nobody
+        tree = None
     if not isinstance(tree, dict):
-        raise ValueError("it is neither a PyTorch file nor flax msgpack")
+        raise ValueError("it is neither a PyTorch nor a flax model, or a damaged one")
     arrays = {}
     pending = [("", tree["1"] if tree.keys() == {"0", "1"} else tree)]
     while pending:

@@ -12,6 +12,9 @@ What differs from the wrappers by design, and is aligned or bounded here:
 """
 
 import functools
+import shlex
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -26,7 +29,7 @@ from ale_py.vector_env import AtariVectorEnv
 from stable_baselines3.common import atari_wrappers as sb3
 
 from cleanrl_utils import atari, evaluation
-from cleanrl_utils.atari import AtariEnvs, Step, make_wrapped_env, parse_env_id
+from cleanrl_utils.atari import LIST_GAMES, WELL_KNOWN, AtariEnvs, Step, make_wrapped_env, parse_env_id
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.rollout import HalvedAtariEnvs
@@ -373,7 +376,7 @@ def test_impossible_sticky_actions(sticky: float) -> None:
         ("pongNoFrameskip-v4", "did you mean Pong?"),
         ("ALE/SpaceInvader-v5", "did you mean SpaceInvaders?"),
         ("ALE/space_invaders-v5", "did you mean SpaceInvaders?"),
-        ("ALE/Xyzzy-v5", "ale-py has Adventure"),
+        ("ALE/Xyzzy-v5", f"Pong, Qbert, Seaquest, SpaceInvaders and others, listed by `{LIST_GAMES}`"),
         ("ALE/Warlords-v5", "no single-player Atari game called Warlords"),
         ("JoustNoFrameskip-v4", "no single-player Atari game called Joust"),
         ("CartPole-v1", "is not an Atari environment"),
@@ -389,9 +392,19 @@ def test_unknown_environments_are_named_in_one_line(env_id: str, hint: str) -> N
     with pytest.raises(UserError) as caught:
         parse_env_id(env_id)
     message = str(caught.value)
-    assert message.startswith(f"--env-id {env_id}")
+    assert message.startswith(f"--env-id {env_id!r}")
     assert hint in message
-    assert "\n" not in message.removeprefix(f"--env-id {env_id}")
+    assert "\n" not in message
+
+
+def test_list_of_games() -> None:
+    """The command in the message prints names that ids may have."""
+    command = [sys.executable, *shlex.split(LIST_GAMES)[1:]]
+    root = Path(__file__).parent.parent
+    names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split()
+    assert {"Adventure", *WELL_KNOWN.split(", ")} <= set(names)
+    for name in names:
+        assert parse_env_id(f"ALE/{name}-v5").name == name
 
 
 # ==================== evaluation ====================

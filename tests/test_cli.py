@@ -559,7 +559,7 @@ def test_flags_that_do_not_go_together(
         ("ALE/Nonsense-v5", ("Nonsense",)),
         ("CartPole-v1", ("not an Atari", "NoFrameskip-v4")),
         ("Pendulum-v1", ("not an Atari", "NoFrameskip-v4")),
-        ("", ("NoFrameskip-v4",)),
+        ("", ("--env-id '' is no environment id", "NoFrameskip-v4")),
     ],
 )
 def test_unknown_game(env_id: str, words: tuple[str, ...], no_long_phase: Path, teacher: Path) -> None:
@@ -594,8 +594,8 @@ def bad_teachers(good: Path, trap: Path) -> dict[str, tuple[bytes | None, tuple[
         "empty": (b"", ()),
         "truncated": (data[: len(data) // 2], ()),
         "end cut off": (data[:-100], ()),
-        "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20, ()),
-        "text": (b"404: not found\n", ()),
+        "PNG": (b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 20, ("neither a PyTorch nor a flax model",)),
+        "text": (b"404: not found\n", ("neither a PyTorch nor a flax model",)),
         "pickle": (pickle.dumps(Touch(trap), protocol=2), ()),
         "pickle in a zip": ((folder / "zip").read_bytes(), ()),
         "entry missing": (lacking, ("network.7.bias",)),

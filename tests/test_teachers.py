@@ -353,16 +353,17 @@ def test_flax_file_that_is_no_network(case, tmp_path):
     check_unusable(tmp_path, flax_bytes(change(torch_to_flax(WEIGHTS)), tmp_path), message)
 
 
+NEITHER = "it is neither a PyTorch nor a flax model, or a damaged one; give"
 FOREIGN = {
     "empty": (b"", "the file is empty"),
-    "an image": (PNG, "neither a PyTorch file nor flax msgpack"),
-    "text": (b"<!DOCTYPE html>\n<p>Not found</p>\n", "neither a PyTorch file nor flax msgpack"),
-    "a pointer of git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "neither a PyTorch file nor flax"),
-    "a pickle": (pickle.dumps({"network.0.weight": 1}), "neither a PyTorch file nor flax msgpack"),
+    "an image": (PNG, NEITHER),
+    "text": (b"<!DOCTYPE html>\n<p>Not found</p>\n", NEITHER),
+    "a pointer of git LFS": (b"version https://git-lfs.github.com/spec/v1\n", NEITHER),
+    "a pickle": (pickle.dumps({"network.0.weight": 1}), NEITHER),
     "a zip archive": (b"PK\x03\x04" + bytes(50), "PyTorch finds it damaged"),
-    "msgpack of a list": (msgpack.packb([1, 2]), "neither a PyTorch file nor flax msgpack"),
+    "msgpack of a list": (msgpack.packb([1, 2]), NEITHER),
     "msgpack without arrays": (msgpack.packb({"params": {"a": 1}}), "'params/a' is int, not an array"),
-    "deep msgpack": (b"\x81\xa1a" * 100_000, "neither a PyTorch file nor flax msgpack"),
+    "deep msgpack": (b"\x81\xa1a" * 100_000, NEITHER),
     "an array of another size": (msgpack.packb({"a": ext_array((3,), "float32", b"1234")}), "'a' is damaged"),
     "an array of no dtype": (msgpack.packb({"a": ext_array((1,), "elephant", b"1234")}), "'a' is damaged"),
     "an array of bfloat16": (msgpack.packb({"a": ext_array((2,), "bfloat16", b"1234")}), "'a'.*bfloat16"),
@@ -377,8 +378,8 @@ def test_foreign_file(case, tmp_path):
 
 @pytest.mark.parametrize("kept", [0.999, 0.5, 0.0001])
 def test_truncated_file(kept, tmp_path):
-    for name, data in encodings(WEIGHTS, tmp_path).items():
-        check_unusable(tmp_path, data[: int(kept * len(data))], "damaged" if name.startswith("torch") else "no usable")
+    for data in encodings(WEIGHTS, tmp_path).values():
+        check_unusable(tmp_path, data[: int(kept * len(data))], "damaged")
 
 
 @pytest.mark.parametrize("zipped", [True, False])
