@@ -135,7 +135,7 @@ def model_card(args: Any, repo: str, returns: np.ndarray) -> str:
             )
         ],
     )
-    evaluation = "dqn_jax_eval" if "_jax" in script_of(args).stem else "dqn_eval"
+    jax = "_jax" if "_jax" in script_of(args).stem else ""
     flags = "\n".join(f"{field.name}: {getattr(args, field.name)!r}" for field in dataclasses.fields(args))
     return f"""---
 {data.to_yaml()}
@@ -148,8 +148,8 @@ Mean return {score} over {len(returns)} games at epsilon {args.end_e} (whole gam
 Let it play, or teach a student with it:
 
 ```bash
-python -m cleanrl_utils.evals.{evaluation} --model {repo} --exp-name {args.exp_name} --env-id {args.env_id}
-python cleanrl/qdagger_dqn_atari_impalacnn.py --env-id {args.env_id} \\
+python -m cleanrl_utils.evals.dqn{jax}_eval --model {repo} --exp-name {args.exp_name} --env-id {args.env_id}
+python cleanrl/qdagger_dqn_atari{jax}_impalacnn.py --env-id {args.env_id} \\
     --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name}
 ```
 

@@ -25,6 +25,7 @@ from test_cli import GAME, only, read_scalars, run_script, tiny, twin, write_tea
 from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
+from cleanrl_utils.hub import model_card
 from cleanrl_utils.jax_layers import max_pool
 from cleanrl_utils.jax_utils import Params, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
@@ -83,7 +84,8 @@ def jax_batch(script: Any, batch: dict[str, np.ndarray]) -> Any:
     return script.Batch(**{key: jnp.asarray(batch[key]) for key in script.Batch._fields})
 
 
-# ==================== parity ====================
+# ==================== parity =============
+
 
 
 @pytest.mark.parametrize(
@@ -354,6 +356,15 @@ def test_compiled_programs_are_kept_for_a_gpu(monkeypatch: pytest.MonkeyPatch, t
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
     assert found == [None, str(tmp_path / "qdagger-jax"), elsewhere, elsewhere]
+=======
+@pytest.mark.parametrize("script", [dqn_atari, dqn_atari_jax, qdagger, qdagger_jax])
+def test_model_card_names_scripts_of_its_backend(script: Any) -> None:
+    """What plays a model, and what learns from it."""
+    card = model_card(script.Args(), "alice/a-model", np.array([1.0]))
+    module = dqn_jax_eval if script in (dqn_atari_jax, qdagger_jax) else dqn_eval
+    student = qdagger_jax if module is dqn_jax_eval else qdagger
+    assert f"\npython -m {module.__name__} --model alice/a-model " in card
+    assert f"\npython {Path(student.__file__).relative_to(REPO)} --env-id BreakoutNoFrameskip-v4 " in card
 
 
 # ==================== runs ====================
