@@ -8,15 +8,16 @@ DEMO := --env-id PongNoFrameskip-v4 --teacher-steps 20000 --offline-steps 4000 -
 	--total-timesteps 10000 --learning-starts 1000 --buffer-size 20000 \
 	--teacher-eval-episodes 10 --eval-episodes 10 --save-model
 
-.PHONY: help demo demo-jax test torture lint benchmark requirements clean
+.PHONY: help demo demo-jax test torture torture-jax lint benchmark requirements clean
 
 help:
-	@echo "make demo       QDagger on Pong from the embedded teacher, about 8 minutes on 2 cores"
-	@echo "make demo-jax   the same in JAX"
-	@echo "make test       the test suite"
-	@echo "make torture    kills and resumes a run 25 times, about 3 minutes"
-	@echo "make lint       ruff check and ruff format --check"
-	@echo "make benchmark  speed against the plain formulation"
+	@echo "make demo         QDagger on Pong from the embedded teacher, about 8 minutes on 2 cores"
+	@echo "make demo-jax     the same in JAX"
+	@echo "make test         the test suite"
+	@echo "make torture      kills and resumes a run 25 times, about 3 minutes"
+	@echo "make torture-jax  the same in JAX"
+	@echo "make lint         ruff check and ruff format --check"
+	@echo "make benchmark    speed against the plain formulation"
 
 demo: $(VENV)/atari
 	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO)
@@ -29,6 +30,9 @@ test: $(VENV)/test
 
 torture: $(VENV)/test
 	$(RUN) tests/torture.py --kills 25
+
+torture-jax: $(VENV)/test
+	$(RUN) tests/torture.py --kills 25 --backend jax
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

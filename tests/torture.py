@@ -1,9 +1,10 @@
 """Kills a run with SIGKILL at random moments, over and over, resumes it, and counts its steps in the end.
 
-    python tests/torture.py --kills 25
+    python tests/torture.py --kills 25 --backend jax
 
 Checkpoints are written at every iteration, so that most kills come in the middle of one. Children are forked from a
-process that has the libraries loaded, which starting them anew each time would take most of the time for.
+process that has the libraries loaded, which starting them anew each time would take most of the time for. JAX bears
+that as long as the parent computes nothing with it: its threads begin with the first computation.
 """
 
 import argparse
@@ -20,8 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl"), str(ROOT / "tests")]
 
+import jax  # noqa: E402
 import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
-from test_cli import only, read_scalars, tiny, write_teacher  # noqa: E402
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax  # noqa: E402
+from test_cli import only, read_scalars, tiny, twin, write_teacher  # noqa: E402
 
 from cleanrl_utils import resume, torch_utils  # noqa: E402
 from cleanrl_utils.checkpoint import CheckpointStore  # noqa: E402
@@ -62,14 +65,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=["torch", "jax"], default="torch")
     options = parser.parse_args()
+    script = {"torch": qdagger, "jax": qdagger_jax}[options.backend]
     rng = random.Random(options.seed)
     torch_utils.available_cores = lambda: 1
     resume.WRITING = 1e9  # hardly a step is made between two checkpoints
     folder = Path(tempfile.mkdtemp(prefix="torture"))
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # the children compile the same
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     teacher = write_teacher(folder / "teacher")
     sizes = {"teacher_steps": 60, "offline_steps": 200, "offline_eval_frequency": 100, "total_timesteps": 400}
     args = tiny(teacher, checkpoint_minutes=1e-9, learning_starts=40, train_frequency=10, save_model=True, **sizes)
+    args = twin(args, script)
     killed: Counter[str] = Counter()
     restarts, in_write = 0, 0
     checkpoints = 60 // 2 + 200 + 400 // 2  # one for each iteration
@@ -79,9 +87,9 @@ def main() -> None:
             attempt = folder / f"attempt{restarts}"
             attempt.mkdir()
             os.chdir(attempt)
-            child = start(lambda: qdagger.main(args))
+            child = start(lambda: script.main(args))
         else:
-            child = start(lambda: qdagger.main(parse_args(qdagger.Args, ["--resume", str(run_dir)])))  # noqa: B023
+            child = start(lambda: script.main(parse_args(script.Args, ["--resume", str(run_dir)])))  # noqa: B023
         # Two kills in the first phase and two in the last. Between them some after a time, most after so many
         # checkpoints that all kills together come to about the end of the run.
         began, seconds, goal, in_last_phase = time.monotonic(), 600.0, float("inf"), False
