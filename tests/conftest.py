@@ -1,6 +1,7 @@
 """Set-up that every test file shares."""
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,6 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 
 torch.set_num_threads(2)
+
+
+def pytest_unconfigure() -> None:
+    """The session is over, and with it the use of what JAX has compiled."""
+    shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 @pytest.fixture(autouse=True)

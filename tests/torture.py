@@ -10,6 +10,7 @@ that as long as the parent computes nothing with it: its threads begin with the 
 import argparse
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -143,6 +144,7 @@ def main() -> None:
             sys.exit(f"{tag} has steps {steps[tag]} and not {wanted}; see {os.getcwd()}")
     print(f"{kills} kills, {in_write} of them while a checkpoint was being written; every step is in the logs once")
     print(", ".join(f"{phase}: {number}" for phase, number in killed.items()))
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
