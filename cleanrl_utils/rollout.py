@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cleanrl_utils.atari import AtariEnvs, Step, available_cores
+from cleanrl_utils.errors import EmulatorFailure
 from cleanrl_utils.evaluation import QFunction, epsilon_greedy
 
 
@@ -50,12 +51,12 @@ class HalvedAtariEnvs:
         """bool (N,), the newest observation is a game's first, after another game"""
 
     @property
-    def on_failure(self) -> Callable[[Exception], None]:
-        """Called when an emulator raises, before the error goes on its way."""
+    def on_failure(self) -> Callable[[EmulatorFailure], None]:
+        """Called when an emulator fails in a step, before the failure goes on its way."""
         return self._halves[0].on_failure
 
     @on_failure.setter
-    def on_failure(self, function: Callable[[Exception], None]) -> None:
+    def on_failure(self, function: Callable[[EmulatorFailure], None]) -> None:
         for half in self._halves:
             half.on_failure = function
 

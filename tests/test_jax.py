@@ -87,7 +87,6 @@ def jax_batch(script: Any, batch: dict[str, np.ndarray]) -> Any:
 # ==================== parity =============
 
 
-
 @pytest.mark.parametrize(
     ("network", "twin"),
     [
@@ -356,7 +355,8 @@ def test_compiled_programs_are_kept_for_a_gpu(monkeypatch: pytest.MonkeyPatch, t
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
     assert found == [None, str(tmp_path / "qdagger-jax"), elsewhere, elsewhere]
-=======
+
+
 @pytest.mark.parametrize("script", [dqn_atari, dqn_atari_jax, qdagger, qdagger_jax])
 def test_model_card_names_scripts_of_its_backend(script: Any) -> None:
     """What plays a model, and what learns from it."""
