@@ -11,7 +11,7 @@ DEMO := --env-id PongNoFrameskip-v4 --teacher-steps 20000 --offline-steps 4000 -
 .PHONY: help demo demo-jax test torture torture-jax lint benchmark requirements clean
 
 help:
-	@echo "make demo         QDagger on Pong from the embedded teacher, about 8 minutes on 2 cores"
+	@echo "make demo         QDagger on Pong from the embedded teacher, about 9 minutes on 2 cores"
 	@echo "make demo-jax     the same in JAX"
 	@echo "make test         the test suite"
 	@echo "make torture      kills and resumes a run 25 times, about 3 minutes"
