@@ -81,7 +81,8 @@ def make_judge(network: nn.Module, device: torch.device, graph: bool = False) ->
     """The network as a function from uint8 (B, 4, 84, 84) arrays to float32 (B, num_actions) tensors on ``device``.
 
     Args:
-        graph: whether to launch it as a CUDA graph, one for every B.
+        graph: whether to launch it as a CUDA graph, one for each power of two that B is rounded up to; its result is
+            written over by the next call of the same size.
     """
 
     @torch.inference_mode()
