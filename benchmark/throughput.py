@@ -233,7 +233,7 @@ def script_torch(args: Args) -> tuple[Script, str]:
 
     side.half_of_the_threads = half_of_the_threads
     num_actions = side.envs.num_actions
-    teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
+    teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id, bf16)
     teacher = teacher.to(device, memory_format=torch.channels_last)
     student, target_network = (
         script.QNetwork(num_actions, bf16).to(device, memory_format=torch.channels_last) for _ in range(2)
@@ -307,9 +307,11 @@ def script_jax(args: Args) -> tuple[Script, str]:
     on_cpu = pick_device()
     side = Script(args)
     num_actions = side.envs.num_actions
-    teacher, teacher_params = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
     bf16 = args.bf16 and not on_cpu
-    student = script.QNetwork(num_actions, jnp.bfloat16 if bf16 else jnp.float32)
+    dtype = jnp.bfloat16 if bf16 else jnp.float32
+    teacher_path = find_teacher(args.teacher, "dqn_atari")
+    teacher, teacher_params = script.load_teacher(teacher_path, num_actions, args.env_id, dtype)
+    student = script.QNetwork(num_actions, dtype)
     optimizer = optax.adam(1e-4)
     state = new_state(script, num_actions, optimizer)
     teacher_apply = jax.jit(teacher.apply)

@@ -43,8 +43,8 @@ class Args:
     cuda_graph: bool = True
     """if toggled, a GPU is given every update and every forward pass as one launch, a CUDA graph; the same numbers"""
     bf16: bool = True
-    """if toggled, the student's hidden layers compute in bfloat16 where the processor does so in hardware; its last
-    layer, the losses and the teacher stay float32"""
+    """if toggled, hidden layers, student's and teacher's, compute in bfloat16 where the processor does so in hardware;
+    the last ones and the losses stay float32"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"
@@ -193,18 +193,21 @@ class TeacherNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x / 255.0)
+        x = (x.to(memory_format=torch.channels_last) / 255.0).to(self.network[0].weight.dtype)
+        return self.network[-1](self.network[:-1](x).float())
 
 
-def load_teacher(path: Path, num_actions: int, env_id: str) -> nn.Module:
-    """The network saved in ``path``: a DQN or a former student, from PyTorch or JAX.
+def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> nn.Module:
+    """The network saved in ``path``, with ``bf16`` of hidden layers in bfloat16: a DQN or a former student.
 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
     """
     weights = read_teacher(path, num_actions, env_id)
-    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
+    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions, bf16)
     network.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
+    if bf16:
+        network.network[:-1].to(torch.bfloat16)  # once and for all: unlike a student's weights, a teacher's stay
     return network
 
 
@@ -395,7 +398,8 @@ def main(args: Args) -> None:
     num_bytes = functools.partial(Replay.num_bytes, num_actions=envs.num_actions)
     require_replay_memory(args, num_bytes, available_memory(device))
     teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
-    teacher = load_teacher(teacher_path, envs.num_actions, args.env_id).to(device, memory_format=torch.channels_last)
+    teacher = load_teacher(teacher_path, envs.num_actions, args.env_id, bf16)
+    teacher = teacher.to(device, memory_format=torch.channels_last)
 
     run = Run(args)
     writer = run.writer

@@ -39,8 +39,8 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     bf16: bool = True
-    """if toggled, the student's hidden layers compute in bfloat16 on a GPU or TPU; its last layer, the losses and the
-    teacher stay float32"""
+    """if toggled, hidden layers, student's and teacher's, compute in bfloat16 on a GPU or TPU; the last ones and the
+    losses stay float32"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"
@@ -169,26 +169,26 @@ class TeacherNetwork(nn.Module):
     """The Q-network of Mnih et al. (2015), a teacher's. uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
     num_actions: int
+    dtype: jnp.dtype = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.transpose(0, 2, 3, 1) / 255.0
-        x = nn.relu(nn.Conv(32, (8, 8), strides=(4, 4), padding="VALID")(x))
-        x = nn.relu(nn.Conv(64, (4, 4), strides=(2, 2), padding="VALID")(x))
-        x = nn.relu(nn.Conv(64, (3, 3), strides=(1, 1), padding="VALID")(x))
-        x = nn.relu(nn.Dense(512)(x.reshape(x.shape[0], -1)))
-        return nn.Dense(self.num_actions)(x)
+        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
+        x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_actions)(x.astype(jnp.float32))
 
 
-def load_teacher(path: Path, num_actions: int, env_id: str) -> tuple[nn.Module, Params]:
-    """The network saved in ``path``, and its weights: a DQN or a former student, from PyTorch or JAX.
+def load_teacher(path: Path, num_actions: int, env_id: str, dtype: jnp.dtype = jnp.float32) -> tuple[nn.Module, Params]:
+    """The network saved in ``path``, of hidden layers in ``dtype``, and its weights: a DQN or a former student.
 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
     """
     weights = read_teacher(path, num_actions, env_id)
-    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
-    return network, params_of(weights)
+    network_class = TeacherNetwork if architecture_of(weights) == "nature" else QNetwork
+    return network_class(num_actions, dtype), params_of(weights)
 
 
 class Batch(NamedTuple):
@@ -402,17 +402,17 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
-    on_cpu = pick_device()  # where XLA computes bfloat16 convolutions more slowly than float32 ones
+    on_cpu = pick_device()
+    dtype = jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32  # on a CPU, XLA is slower in bfloat16
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     require_replay_memory(args, functools.partial(Replay.num_bytes, num_actions=envs.num_actions), available_memory())
     teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
-    teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id)
+    teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id, dtype)
 
     run = Run(args)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    student = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
-    optimizer = optax.adam(args.learning_rate)
+    student, optimizer = QNetwork(envs.num_actions, dtype), optax.adam(args.learning_rate)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = student.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)

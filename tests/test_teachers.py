@@ -178,6 +178,39 @@ def test_oracle_and_torch_agree(architecture):
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
+def torch_teacher(path, bf16):
+    torch = pytest.importorskip("torch")
+    from cleanrl.qdagger_dqn_atari_impalacnn import load_teacher
+
+    network = load_teacher(path, 6, "PongNoFrameskip-v4", bf16)
+    return torch.inference_mode()(lambda frames: network(torch.from_numpy(frames)).numpy())
+
+
+def jax_teacher(path, bf16):
+    jax = pytest.importorskip("jax")
+    from cleanrl.qdagger_dqn_atari_jax_impalacnn import load_teacher
+
+    dtype = jax.numpy.bfloat16 if bf16 else jax.numpy.float32
+    network, params = load_teacher(path, 6, "PongNoFrameskip-v4", dtype)
+    return lambda frames: np.asarray(jax.jit(network.apply)(params, frames))
+
+
+@pytest.mark.parametrize("teacher", [torch_teacher, jax_teacher])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_oracle_and_loaded_teacher_agree(teacher, architecture, tmp_path):
+    """Exactly in float32. In bfloat16 hidden layers are rounded to 8 bits, Q-values are not."""
+    weights = random_weights(architecture)
+    write_flax(tmp_path / "teacher", torch_to_flax(weights))
+    frames = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
+    expected = np.stack([getattr(Chw(weights), architecture)(stack.astype(np.float32) / 255) for stack in frames])
+    np.testing.assert_allclose(teacher(tmp_path / "teacher", False)(frames), expected, atol=1e-4)
+    q_values = teacher(tmp_path / "teacher", True)(frames)
+    assert q_values.dtype == np.float32
+    assert np.abs(q_values - expected).max() > 1e-4, "computed in float32"
+    assert (q_values.view(np.uint32) & 0xFFFF).any(), "the last layer is rounded to bfloat16"
+    np.testing.assert_allclose(q_values, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("num_actions", [3, 18])
 def test_architecture_and_actions(architecture, num_actions):
