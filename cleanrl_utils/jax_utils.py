@@ -25,6 +25,8 @@ Apply = Callable[[Params, jax.Array], jax.Array]
 def pick_device() -> bool:
     """Whether JAX computes on a CPU. Sets up malloc and the compilation cache: call it before anything else of JAX."""
     keep_freed_memory()
+    # A CPU computes on the same cores in any case: handing a call to another thread only takes time.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     on_cpu = jax.default_backend() == "cpu"
     # Compiling for a GPU takes minutes, for a CPU seconds, and code for one processor may fail on another.
     if not on_cpu and jax.config.jax_compilation_cache_dir is None:

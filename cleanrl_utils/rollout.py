@@ -1,6 +1,9 @@
 """Playing with nothing to do meanwhile but to choose the next actions."""
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +11,9 @@ import numpy as np
 from cleanrl_utils.atari import AtariEnvs, Step, available_cores
 from cleanrl_utils.errors import EmulatorFailure
 from cleanrl_utils.evaluation import QFunction, epsilon_greedy
+
+NICE = 5
+"""how much nicer than the rest of the process the emulators' threads are"""
 
 
 class Played(NamedTuple):
@@ -23,16 +29,22 @@ class Played(NamedTuple):
     """float32 (N, num_actions), of the observation"""
 
 
+def thread_ids() -> set[int]:
+    """The threads of this process; none where the system does not give each a priority of its own, as Linux does."""
+    return {int(task.name) for task in Path("/proc/self/task").glob("*")}
+
+
 class HalvedAtariEnvs:
     """N copies of one game as two :class:`AtariEnvs` in turns: one is emulated while the other's actions are chosen.
 
     For when there is nothing else to do during emulation. The copies play as those of one :class:`AtariEnvs` would.
 
-    Args: see :class:`AtariEnvs`. Half of the cores emulate, so that the other half can choose.
+    Args: see :class:`AtariEnvs`. Half of the cores emulate, at a lower priority, so that the other half can choose.
     """
 
     def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
         self.num_envs, middle = num_envs, (num_envs + 1) // 2
+        threads = thread_ids()
         self._halves = [
             AtariEnvs(
                 *(env_id, end - start, seed, repeat_action_probability),
@@ -42,6 +54,12 @@ class HalvedAtariEnvs:
             for start, end in ((0, middle), (middle, num_envs))
             if end > start
         ]
+        # Both halves wait for the thread that chooses. On few cores, emulators that have just been given their actions
+        # would interrupt it.
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICE
+        for thread in thread_ids() - threads:
+            with contextlib.suppress(ProcessLookupError):  # it was somebody else's and is gone
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)
         self._gather()
 
     def _gather(self) -> None:

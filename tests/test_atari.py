@@ -12,6 +12,7 @@ What differs from the wrappers by design, and is aligned or bounded here:
 """
 
 import functools
+import os
 import shlex
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from cleanrl_utils import atari, evaluation
 from cleanrl_utils.atari import LIST_GAMES, WELL_KNOWN, AtariEnvs, Step, make_wrapped_env, parse_env_id
 from cleanrl_utils.errors import EmulatorFailure, UserError
 from cleanrl_utils.evaluation import epsilon_greedy
-from cleanrl_utils.rollout import HalvedAtariEnvs
+from cleanrl_utils.rollout import HalvedAtariEnvs, thread_ids
 
 NOOP, FIRE = 0, 1
 
@@ -669,3 +670,23 @@ def test_a_failing_half_is_reported() -> None:
             with pytest.raises(EmulatorFailure) as raised:
                 next(rollout)
         assert failures == [raised.value]
+
+
+@pytest.mark.skipif(not thread_ids(), reason="this system gives threads no priorities of their own")
+def test_the_emulators_of_halves_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their threads, and no others, have a lower priority, or the lowest that there is."""
+
+    def niceness() -> dict[int, int]:
+        return {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in thread_ids()}
+
+    own, before = os.getpriority(os.PRIO_PROCESS, 0), niceness()
+    for process_is, expected in ((own, min(own + 5, 19)), (17, 19)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpriority", lambda which, who, answer=process_is: answer)
+            halves = HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1)
+        after = niceness()
+        halves.close()
+        assert {thread: nice for thread, nice in after.items() if thread in before} == before
+        added = [nice for thread, nice in after.items() if thread not in before]
+        assert len(added) >= 2
+        assert set(added) == {expected}
