@@ -13,7 +13,7 @@ DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --teacher-steps 20000 \
 .PHONY: help demo demo-jax test torture torture-jax lint benchmark requirements clean
 
 help:
-	@echo "make demo         QDagger on Pong from the embedded teacher, about 9 minutes on 2 cores"
+	@echo "make demo         QDagger on Pong from the embedded teacher, 9 to 13 minutes on 2 cores"
 	@echo "make demo-jax     the same in JAX"
 	@echo "make test         the test suite"
 	@echo "make torture      kills and resumes a run 25 times, about 3 minutes"
