@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The small Pong experiment of README: three seeds at the default temperature, and the same at temperature 1.
-# About 20 minutes a run on one CPU core (taskset): two such runs side by side beat two threads in each.
-# With "jax" after it: the same in JAX, about an hour a run.
+# About 25 minutes a run on one CPU core (taskset): two such runs side by side beat two threads in each.
+# "qdagger_pong.sh jax": the same in JAX, about an hour a run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-jax=${1:+_jax}
+case "${1:-}" in "") jax= ;; jax) jax=_jax ;; *) echo "usage: $0 [jax]" >&2 && exit 2 ;; esac
 for temperature in 0.1 1; do
     for seed in 1 2 3; do
         # Ten times the default learning rate: 4,000 updates are few.

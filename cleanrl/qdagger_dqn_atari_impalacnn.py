@@ -198,7 +198,7 @@ class TeacherNetwork(nn.Module):
 
 
 def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> nn.Module:
-    """The network saved in ``path``, with ``bf16`` of hidden layers in bfloat16: a DQN or a former student.
+    """The network saved in ``path``: a DQN or a former student, from PyTorch or JAX; ``bf16`` is for its hidden layers.
 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.

@@ -181,7 +181,7 @@ class TeacherNetwork(nn.Module):
 
 
 def load_teacher(path: Path, num_actions: int, env_id: str, dtype: jnp.dtype = jnp.float32) -> tuple[nn.Module, Params]:
-    """The network saved in ``path``, of hidden layers in ``dtype``, and its weights: a DQN or a former student.
+    """The network in ``path``, its hidden layers in ``dtype``, and its weights: a DQN or student, from PyTorch or JAX.
 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
@@ -498,7 +498,7 @@ def main(args: Args) -> None:
             )
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
-            # The emulator plays while the teacher judges what it has shown and the student learns; no call waits.
+            # The emulator plays while the teacher judges what it showed and the student learns; on a GPU no call waits.
             teacher_q_values, updates_due = teacher_apply(teacher_params, observation), 0
             if online_step >= args.learning_starts:
                 updates_due = times_due(online_step, next_step, args.train_frequency)
