@@ -16,7 +16,7 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import cv2
@@ -677,16 +677,22 @@ def test_the_emulators_of_halves_give_way(monkeypatch: pytest.MonkeyPatch) -> No
     """Their threads, and no others, have a lower priority, or the lowest that there is."""
 
     def niceness() -> dict[int, int]:
-        return {thread: os.getpriority(os.PRIO_PROCESS, thread) for thread in thread_ids()}
+        found = {}
+        for thread in thread_ids():
+            with suppress(ProcessLookupError):
+                found[thread] = os.getpriority(os.PRIO_PROCESS, thread)
+        return found
 
-    own, before = os.getpriority(os.PRIO_PROCESS, 0), niceness()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
     for process_is, expected in ((own, min(own + 5, 19)), (17, 19)):
+        before = niceness()
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpriority", lambda which, who, answer=process_is: answer)
             halves = HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1)
         after = niceness()
         halves.close()
-        assert {thread: nice for thread, nice in after.items() if thread in before} == before
+        # Not all that were there need be there still: an earlier test's emulators end when they are garbage-collected.
+        assert {thread: nice for thread, nice in after.items() if thread in before}.items() <= before.items()
         added = [nice for thread, nice in after.items() if thread not in before]
         assert len(added) >= 2
         assert set(added) == {expected}
