@@ -27,8 +27,9 @@ demo: $(VENV)/atari
 demo-jax: $(VENV)/jax
 	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO)
 
+# Two at a time, each on half of the cores; by file, whose tests share runs that take long to make.
 test: $(VENV)/test
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
 torture: $(VENV)/test
 	$(RUN) tests/torture.py --kills 25

@@ -12,6 +12,11 @@ from pathlib import Path
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+# Of two tests at a time, each gets its share of the cores, or PyTorch's and JAX's threads would wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[worker::workers])
+
 import pytest
 import torch
 from hypothesis import settings
@@ -20,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The scripts are run, not installed: tests import them by file name, as `python cleanrl/dqn_atari.py` would find them.
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 
-torch.set_num_threads(2)
+torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_unconfigure() -> None:
