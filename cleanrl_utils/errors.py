@@ -1,5 +1,6 @@
 """Errors that end a script with one line on stderr instead of a traceback."""
 
+import errno
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +24,15 @@ class EmulatorFailure(TrainingFailure):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turns these errors into their message on stderr and an exit code, 2 for a :class:`UserError`; no traceback."""
+    """Turns these errors, and a full disk, into one line on stderr and an exit code, 2 for a :class:`UserError`."""
     try:
         yield
     except (UserError, TrainingFailure) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code if isinstance(error, TrainingFailure) else 2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = "make room; a run goes on from its last checkpoint with --resume"
+        print(f"error: {error.filename or 'a file'} could not be written ({error.strerror}); {what}", file=sys.stderr)
+        sys.exit(1)

@@ -198,8 +198,17 @@ class Run:
 
         Emulators can't be restored. In the middle of a phase new games begin, and those that were being played end in
         the replay as truncated, with the frame that was last seen.
+
+        Raises:
+            TrainingFailure: the emulator failed; the last checkpoint is what there is.
         """
         self._envs, envs.on_failure = envs, self._on_failed_step
+        try:
+            return self._begin_games(envs)
+        except EmulatorFailure as failure:
+            self._give_up(failure)
+
+    def _begin_games(self, envs: AtariEnvs | HalvedAtariEnvs) -> np.ndarray:
         if not (self._loaded and self._replay and self._replay.rows_written):
             return envs.reset()
         frame, just_reset = self._loaded["frame"], self._loaded["just_reset"]
@@ -400,6 +409,9 @@ class Run:
     def _fail_emulator(self, failure: EmulatorFailure) -> NoReturn:
         if self.args.checkpoint_minutes:
             self.save()
+        self._give_up(failure)
+
+    def _give_up(self, failure: EmulatorFailure) -> NoReturn:
         self.close()
         raise TrainingFailure(f"{failure}; {self._last_saved()}", failure.exit_code) from failure
 

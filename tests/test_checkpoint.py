@@ -1,5 +1,6 @@
 """Checkpoints and resuming: files that survive anything, and runs that go on as if nothing had happened."""
 
+import errno
 import json
 import os
 import pickle
@@ -899,6 +900,26 @@ def test_disk_full_while_training(
     assert stores[0]["phase"] == limited[0]["phase"] == 3
 
 
+def test_disk_full_while_saving_a_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that names the file, of which nothing stays behind; other errors of the system keep their traceback."""
+    path, error = tmp_path / "x.cleanrl_model", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(descriptor: int) -> None:
+        raise error
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SystemExit) as stop, one_line_errors(), runs.atomic_write(path):
+        pass
+    assert stop.value.code == 1
+    assert capfd.readouterr().err.startswith(f"error: {path} could not be written (No space left on device); make room")
+    assert not list(tmp_path.iterdir())
+    error = PermissionError(errno.EPERM, "no")
+    with pytest.raises(PermissionError), one_line_errors(), runs.atomic_write(path):
+        pass
+
+
 def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture) -> None:
     """It stops with exit code 3 and says why; the checkpoint is from before, and from there the run can go on."""
     with pytest.MonkeyPatch.context() as patch:
@@ -973,6 +994,30 @@ def test_emulator_that_dies(
     scalars = read_scalars(run_dir)
     assert [step for step, _ in scalars["charts/SPS"]] == [198, 298, 398]
     assert len(scalars["losses/loss"]) == len({step for step, _ in scalars["losses/loss"]})
+
+
+@pytest.mark.parametrize(("phase", "fails_at"), [(2, 2), (4, 3)])
+def test_emulator_that_dies_at_the_start(
+    phase: int, fails_at: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
+) -> None:
+    """The checkpoint of the phase's start stands, and the resumed run does not differ. Phase 2 has two emulators."""
+    with pytest.MonkeyPatch.context() as patch:
+        reset, calls = AtariVectorEnv.reset, []
+
+        def die(envs: AtariVectorEnv, **options: Any) -> tuple:
+            calls.append(True)
+            if len(calls) == fails_at:
+                raise RuntimeError("no ROM")
+            return reset(envs, **options)
+
+        patch.setattr(AtariVectorEnv, "reset", die)
+        with pytest.raises(TrainingFailure, match=r"emulator failed \(no ROM\).*--resume"):
+            run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher), patch)
+        run_dir = only((tmp_path / "a" / "runs").iterdir())
+        state = CheckpointStore(run_dir / "checkpoint").load()
+        assert (state["phase"], state["done"]) == (phase, 0)
+        resume(qdagger, run_dir)
+    assert untimed(read_scalars(run_dir)) == whole(qdagger)[0]
 
 
 def test_emulator_that_dies_in_an_evaluation(
