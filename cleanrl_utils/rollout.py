@@ -105,7 +105,7 @@ class HalvedAtariEnvs:
             *arrays, games = zip(*steps, strict=True)
             step = Step(*(np.concatenate(parts) for parts in arrays), [game for half in games for game in half])
             observation = self.observation
-            self._gather()
+            self.observation, self.just_reset = step.observation, step.reset
             yield Played(observation, action, step, q_values)
 
     def close(self) -> None:
