@@ -341,7 +341,9 @@ def new_state(script: Any, num_actions: int, optimizer: Any) -> Any:
     """The JAX script's state at the start of a run."""
     import jax
 
-    params = script.QNetwork(num_actions).init(jax.random.key(1), np.zeros((1, 4, 84, 84), np.uint8))
+    from cleanrl_utils.jax_layers import first_params
+
+    params = first_params(script.QNetwork(num_actions), jax.random.key(1))
     copy = jax.tree.map(jax.numpy.copy, params)
     return script.TrainState(params, copy, optimizer.init(params), jax.random.key(2))
 

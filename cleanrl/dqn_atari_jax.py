@@ -21,6 +21,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
+from cleanrl_utils.jax_layers import first_params
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
@@ -93,12 +94,6 @@ class Args:
     """whole games played at the end, at epsilon `end_e`"""
 
 
-# The distribution of PyTorch's first weights, so that both scripts begin alike.
-kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-Conv = functools.partial(nn.Conv, padding="VALID", kernel_init=kernel_init)
-Dense = functools.partial(nn.Dense, kernel_init=kernel_init)
-
-
 class QNetwork(nn.Module):
     """Q-network of Mnih et al. (2015). uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
@@ -108,11 +103,10 @@ class QNetwork(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.transpose(0, 2, 3, 1) / 255.0  # flax wants the channels last
-        x = nn.relu(Conv(32, (8, 8), strides=(4, 4), dtype=self.dtype)(x))
-        x = nn.relu(Conv(64, (4, 4), strides=(2, 2), dtype=self.dtype)(x))
-        x = nn.relu(Conv(64, (3, 3), strides=(1, 1), dtype=self.dtype)(x))
-        x = nn.relu(Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        return Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
+        x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
 
 
 class Batch(NamedTuple):
@@ -295,7 +289,7 @@ def main(args: Args) -> None:
     q_network = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
     optimizer = optax.adam(args.learning_rate)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    params = q_network.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
+    params = first_params(q_network, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
     kept = TreeState(lambda: state)
     run.keep(state=kept, exploration=RandomState(rng))

@@ -23,7 +23,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import max_pool
+from cleanrl_utils.jax_layers import first_params, max_pool
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
@@ -118,10 +118,7 @@ class Args:
     """the weight of the distillation loss before it fades; 0 leaves offline pre-training only"""
 
 
-# The distribution of PyTorch's first weights, with which this network learns faster than with flax's own.
-kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-Conv = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1, kernel_init=kernel_init)
-Dense = functools.partial(nn.Dense, kernel_init=kernel_init)
+Conv = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1)
 
 
 class ResidualBlock(nn.Module):
@@ -161,8 +158,8 @@ class QNetwork(nn.Module):
         for channels in (16, 32, 32):
             x = ConvSequence(channels, self.dtype)(x)
         x = nn.relu(x).reshape(x.shape[0], -1)
-        x = nn.relu(Dense(256, dtype=self.dtype)(x))
-        return Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+        x = nn.relu(nn.Dense(256, dtype=self.dtype)(x))
+        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
 
 
 class TeacherNetwork(nn.Module):
@@ -414,7 +411,7 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
     student, optimizer = QNetwork(envs.num_actions, dtype), optax.adam(args.learning_rate)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    params = student.init(init_key, np.zeros((1, STACK, 84, 84), np.uint8))
+    params = first_params(student, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
     run.keep(state=(kept := TreeState(lambda: state)), exploration=RandomState(rng))
     state = kept.restored(state)

@@ -1,8 +1,15 @@
-"""Max-pooling with a gradient that is fast on a CPU."""
+"""Max-pooling with a gradient that is fast on a CPU, and PyTorch's first weights."""
 
+import math
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from cleanrl_utils.replay import STACK
 
 
 def strongest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -54,3 +61,19 @@ def max_pool_backward(residual: tuple[jax.Array, np.ndarray], gradient: jax.Arra
 
 
 max_pool.defvjp(max_pool_forward, max_pool_backward)
+
+
+def first_params(network: nn.Module, key: jax.Array) -> dict[str, Any]:
+    """A new network's variables, float32: kernels and biases uniform in ±1/√fan_in, as PyTorch's layers begin.
+
+    flax's biases begin as zeros. An ImpalaCNN that does so too can lose all of its hidden units to ReLU's flat half in
+    the first hundred updates of a large learning rate; it then returns the same Q-values for every observation.
+    """
+    shapes = jax.eval_shape(network.init, key, np.zeros((1, STACK, 84, 84), np.uint8))
+    params = {}
+    for layer, arrays in flatten_dict(shapes, is_leaf=lambda path, node: "kernel" in node).items():
+        bound = math.prod(arrays["kernel"].shape[:-1]) ** -0.5
+        for name, array in arrays.items():
+            key, own_key = jax.random.split(key)
+            params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
+    return unflatten_dict(params)

@@ -26,7 +26,7 @@ from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
 from cleanrl_utils.hub import model_card
-from cleanrl_utils.jax_layers import max_pool
+from cleanrl_utils.jax_layers import first_params, max_pool
 from cleanrl_utils.jax_utils import Params, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
 
@@ -105,6 +105,24 @@ def test_networks(network: Callable, twin: Callable) -> None:
     np.testing.assert_allclose(q_values, expected, rtol=1e-4, atol=1e-4)
     shapes = jax.eval_shape(twin(A).init, jax.random.key(0), observation)
     assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, to_jax(torch_network))
+
+
+@pytest.mark.parametrize(
+    ("network", "twin"), [(qdagger.QNetwork, qdagger_jax.QNetwork), (dqn_atari.QNetwork, dqn_atari_jax.QNetwork)]
+)
+def test_first_weights(network: Callable, twin: Callable) -> None:
+    """Kernels and biases have the range and the spread of PyTorch's, and no two layers the same numbers."""
+    ours = [to_torch(first_params(twin(A), jax.random.key(seed))) for seed in range(8)]
+    torch.manual_seed(0)
+    theirs = [network(A).state_dict() for _ in range(8)]
+    assert ours[0].keys() == theirs[0].keys()
+    for name in ours[0]:
+        array, expected = (np.stack([np.asarray(weights[name]) for weights in side]) for side in (ours, theirs))
+        assert array.dtype == np.float32
+        # Eight draws of A biases each are the fewest.
+        assert np.abs(array).max() == pytest.approx(np.abs(expected).max(), rel=0.1), name
+        assert array.std() == pytest.approx(expected.std(), rel=0.25), name
+    assert len({array.flat[0] for weights in ours for array in weights.values()}) == 8 * len(ours[0])
 
 
 @pytest.fixture
