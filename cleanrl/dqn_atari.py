@@ -309,7 +309,7 @@ def main(args: Args) -> None:
             observation = step.observation
             if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
                 run.state["next_loss_log"] = next_step + 100
-                run.check_finite()
+                run.check_learning()
                 writer.add_scalar("losses/td_loss", run.last_update["loss"].item(), global_step)
                 writer.add_scalar("losses/q_values", run.last_update["q_values"].mean().item(), global_step)
             for score, length in step.games:

@@ -326,7 +326,7 @@ def main(args: Args) -> None:
             observation = step.observation
             if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
                 run.state["next_loss_log"] = next_step + 100
-                run.check_finite()
+                run.check_learning()
                 writer.add_scalar("losses/td_loss", loss.item(), global_step)
                 writer.add_scalar("losses/q_values", q_values.mean().item(), global_step)
             for score, length in step.games:

@@ -467,7 +467,7 @@ def main(args: Args) -> None:
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, student, args.tau)
             if global_step % 100 == 0:
-                run.check_finite()
+                run.check_learning()
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
@@ -507,7 +507,7 @@ def main(args: Args) -> None:
             observation = step.observation
             if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
                 run.state["next_loss_log"] = next_step + 100
-                run.check_finite()
+                run.check_learning()
                 writer.add_scalar("losses/loss", losses.loss.item(), global_step)
                 writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)

@@ -49,6 +49,9 @@ MAY_CHANGE = {
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGALRM: 0}
 """SIGALRM is what --max-minutes sends"""
 
+MAX_ACTIONS = 18
+"""as many Q-values can a batch at most have if they depend on nothing but the action"""
+
 WRITING = 0.02
 """the fraction of its time that a run may spend on the checkpoints of every `checkpoint_minutes`"""
 
@@ -163,6 +166,7 @@ class Run:
             self._wandb_id = wandb_run_id()
         self._phase_started = self._last_checkpoint = time.monotonic()
         self._pause = 0.0
+        self._warned = False
         self._signal: signal.Signals | None = None
         self._interruptible = False
         self._handlers: dict[signal.Signals, Any] = {}
@@ -283,7 +287,7 @@ class Run:
         """
         args = self.args
         if name not in self.results:
-            self.check_finite()
+            self.check_learning()
             setting = (args.env_id, args.end_e, args.repeat_action_probability)
             returns = self._interrupt_by_signal(
                 lambda: play_games(q_function, setting[0], episodes, setting[1], args.seed + 1000, setting[2], name)
@@ -317,14 +321,24 @@ class Run:
             self._fail_emulator(failure)
         return result
 
-    def check_finite(self) -> None:
-        """Stops the run if the last update's loss is not a finite number.
+    def check_learning(self) -> None:
+        """Stops the run if the last update's loss is not a finite number; warns if what learns does not see any more.
 
         Raises:
             TrainingFailure: with the step, the batch's statistics and the last checkpoint; exit code 3.
         """
-        if self.last_update and not np.isfinite(as_array(self.last_update["loss"])):
+        if not self.last_update:
+            return
+        if not np.isfinite(as_array(self.last_update["loss"])):
             self._fail_not_finite("the loss")
+        q_values = as_array(self.last_update["q_values"])
+        if q_values.size > MAX_ACTIONS >= np.unique(q_values).size and not self._warned:
+            self._warned = True
+            tqdm.write(
+                f"WARNING: the network has the same Q-values for all observations (phase {self.phase}, step "
+                f"{self.done:,}); if that stays so, no hidden unit is left: start anew with a lower --learning-rate",
+                file=sys.stderr,
+            )
 
     def _fail_not_finite(self, what: str) -> NoReturn:
         statistics = []
@@ -348,7 +362,7 @@ class Run:
         Raises:
             TrainingFailure: something that was learned is not finite; such a state never replaces a good one.
         """
-        self.check_finite()
+        self.check_learning()
         state = {
             "script": script_of(self.args).stem,
             "finished": False,

@@ -920,6 +920,27 @@ def test_disk_full_while_saving_a_model(
         pass
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_dead_network(
+    dead: bool,
+    teacher: Path,
+    tmp_path: Path,
+    no_games: list[str],
+    capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One warning when the student does not see what it is shown; none of one that does."""
+    if dead:
+        forward = qdagger.QNetwork.forward
+        monkeypatch.setattr(qdagger.QNetwork, "forward", lambda network, x: forward(network, 0 * x))
+    small = {"teacher_steps": 400, "offline_steps": 5, "offline_eval_frequency": 5, "learning_starts": 200}
+    args = args_of(qdagger, teacher, batch_size=24, **(small | {"total_timesteps": 220}))
+    run_in(tmp_path, qdagger, args, monkeypatch)
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "same Q-values" in line]
+    assert len(warnings) == dead, warnings
+    assert all("phase 3, step 5)" in line and "--learning-rate" in line for line in warnings)
+
+
 def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture) -> None:
     """It stops with exit code 3 and says why; the checkpoint is from before, and from there the run can go on."""
     with pytest.MonkeyPatch.context() as patch:

@@ -1,0 +1,81 @@
+"""How often a large learning rate makes a student blind in its first offline updates: no hidden unit is left.
+
+    python benchmark/collapse.py --teacher teachers/PongNoFrameskip-v4-dqn_atari-seed1 --learning-rates 5e-4 1e-3
+
+Until a student has found what the teacher looks at, its best answer is the same for every observation, and the gradient
+is mostly noise. Adam makes full steps of it all the same. In PyTorch, on a CPU; half a minute per student and core.
+"""
+
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import tyro
+
+from cleanrl import qdagger_dqn_atari_impalacnn as script
+from cleanrl_utils.atari import AtariEnvs
+from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.evaluation import epsilon_greedy
+from cleanrl_utils.schedules import linear_schedule
+from cleanrl_utils.teachers import find_teacher
+from cleanrl_utils.torch_utils import make_q_function, pick_device
+
+
+@dataclass
+class Args:
+    teacher: str
+    """the teacher: a directory or hub repository with dqn_atari.cleanrl_model"""
+    env_id: str = "PongNoFrameskip-v4"
+    """its game"""
+    learning_rates: tuple[float, ...] = (1e-4, 5e-4, 1e-3)
+    """of Adam"""
+    seeds: tuple[int, ...] = tuple(range(1, 11))
+    """of the students' first weights and of the batches"""
+    teacher_steps: int = 6000
+    """environment steps of teacher data, the same for all students"""
+    updates: int = 350
+    """offline updates"""
+
+
+def main(args: Args) -> None:
+    device, bf16 = pick_device(cuda=False, bf16=True)
+    envs, rng = AtariEnvs(args.env_id, 8, 7), np.random.default_rng(1)
+    path = find_teacher(args.teacher, "dqn_atari")
+    teacher = script.load_teacher(path, envs.num_actions, args.env_id, bf16).to(memory_format=torch.channels_last)
+    q_function, script_args = make_q_function(teacher, device), script.Args(env_id=args.env_id)
+    replay = script.Replay(args.teacher_steps, envs.num_actions, script_args, device)
+    observation = envs.reset()
+    for _ in range(args.teacher_steps // 8):
+        q_values = q_function(observation)
+        epsilon = linear_schedule(1.0, 0.01, args.teacher_steps, replay.steps)
+        action = envs.send(epsilon_greedy(q_values, epsilon, rng))
+        step = envs.recv()
+        replay.add(observation, action, step, q_values)
+        observation = step.observation
+    envs.close()
+
+    print("| learning rate | seed | distillation loss, last 50 | deviation of Q over states |\n|---|---|---|---|")
+    for learning_rate in args.learning_rates:
+        dead = 0
+        for seed in args.seeds:
+            torch.manual_seed(seed)
+            replay.generator.manual_seed(seed)
+            student = script.QNetwork(envs.num_actions, bf16).to(memory_format=torch.channels_last)
+            optimizer = torch.optim.Adam(student.parameters(), lr=learning_rate, fused=True)
+            update = script.make_update(student, copy.deepcopy(student), optimizer, replay, script_args)
+            losses = [update(*replay.window, 1.0)[0].distill_loss.item() for _ in range(args.updates)]
+            with torch.no_grad():
+                deviation = student(replay.sample(256, *replay.window).observation).std(dim=0).mean().item()
+            dead += deviation == 0
+            print(f"| {learning_rate:g} | {seed} | {np.mean(losses[-50:]):.4f} | {deviation:.1e} |", flush=True)
+        print(f"learning rate {learning_rate:g}: {dead} of {len(args.seeds)} students blind", flush=True)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(tyro.cli(Args))
