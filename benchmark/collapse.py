@@ -68,7 +68,7 @@ def main(args: Args) -> None:
             student = script.QNetwork(envs.num_actions, bf16).to(memory_format=torch.channels_last)
             optimizer = torch.optim.Adam(student.parameters(), lr=learning_rate, fused=True)
             update = script.make_update(student, copy.deepcopy(student), optimizer, replay, script_args)
-            losses = [update(*replay.window, 1.0)[0].distill_loss.item() for _ in range(args.updates)]
+            losses = [update(*replay.window, 1.0, learning_rate)[0].distill_loss.item() for _ in range(args.updates)]
             with torch.no_grad():
                 deviation = student(replay.sample(256, *replay.window).observation).std(dim=0).mean().item()
             dead += deviation == 0

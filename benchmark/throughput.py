@@ -248,7 +248,7 @@ def script_torch(args: Args) -> tuple[Script, str]:
 
     def updates(count: int) -> int:
         for _ in range(count):
-            update(*side.replay.window, 1.0)
+            update(*side.replay.window, 1.0, 1e-4)
         return count
 
     side.updates = updates

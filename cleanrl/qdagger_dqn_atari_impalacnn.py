@@ -76,6 +76,8 @@ class Args:
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
+    warmup_updates: int = 1000
+    """the first updates, in which the learning rate rises from 0 in a straight line; 0 for none (CleanRL)"""
     num_envs: int = 8
     """the number of parallel games; updates per environment step do not depend on it"""
     buffer_size: int = 1000000
@@ -367,10 +369,11 @@ def distill_coefficient_now(
 
 def make_update(
     student: nn.Module, target_network: nn.Module, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
-) -> Callable[[int, int, float], tuple[Losses, Batch]]:
-    """One update as a function of the sampling window [low, high) and λ; on a GPU as one launch (`cuda_graph`)."""
+) -> Callable[[int, int, float, float], tuple[Losses, Batch]]:
+    """One update as a function of sampling window [low, high), λ, learning rate; on a GPU one launch (`cuda_graph`)."""
 
-    def update(low: int, high: int, distill_coefficient: float) -> tuple[Losses, Batch]:
+    def update(low: int, high: int, distill_coefficient: float, learning_rate: float) -> tuple[Losses, Batch]:
+        optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, which reads it at every launch
         batch = replay.sample(args.batch_size, low, high)
         losses = qdagger_loss(student, target_network, batch, distill_coefficient, args.temperature)
         optimizer.zero_grad()
@@ -410,6 +413,7 @@ def main(args: Args) -> None:
     target_network = copy.deepcopy(student)
     cuda_graph = args.cuda_graph and device.type == "cuda"
     optimizer = torch.optim.Adam(student.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
+    learning_rate_at = functools.partial(linear_schedule, 0.0, args.learning_rate, args.warmup_updates)
     teacher_q_function = make_q_function(teacher, device, cuda_graph)
     student_q_function = make_q_function(student, device, cuda_graph)
     teacher_judge = make_judge(teacher, device, cuda_graph)
@@ -462,7 +466,7 @@ def main(args: Args) -> None:
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
         for updates in run.steps(args.offline_steps, 1, "offline", "update"):
             global_step = updates + 1
-            losses, batch = update(*replay.window, args.distill_coefficient)
+            losses, batch = update(*replay.window, args.distill_coefficient, learning_rate_at(global_step))
             run.last_update = losses._asdict() | batch._asdict()
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, student, args.tau)
@@ -485,6 +489,7 @@ def main(args: Args) -> None:
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
+        run.state.setdefault("updates", args.offline_steps)
         for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
             global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
             epsilon = linear_schedule(
@@ -497,7 +502,8 @@ def main(args: Args) -> None:
             if online_step >= args.learning_starts:
                 updates_due = times_due(online_step, next_step, args.train_frequency)
                 for _ in range(updates_due):
-                    losses, batch = update(*replay.window, distill_coefficient)
+                    run.state["updates"] += 1
+                    losses, batch = update(*replay.window, distill_coefficient, learning_rate_at(run.state["updates"]))
                     run.last_update = losses._asdict() | batch._asdict()
                 for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
                     update_target(target_network, student, args.tau)

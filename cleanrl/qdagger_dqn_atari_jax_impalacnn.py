@@ -72,6 +72,8 @@ class Args:
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
+    warmup_updates: int = 1000
+    """the first updates, in which the learning rate rises from 0 in a straight line; 0 for none (CleanRL)"""
     num_envs: int = 8
     """the number of parallel games; updates per environment step do not depend on it"""
     buffer_size: int = 1000000
@@ -409,7 +411,8 @@ def main(args: Args) -> None:
     run = Run(args)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    student, optimizer = QNetwork(envs.num_actions, dtype), optax.adam(args.learning_rate)
+    student = QNetwork(envs.num_actions, dtype)
+    optimizer = optax.adam(lambda n: args.learning_rate * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = first_params(student, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)

@@ -28,7 +28,9 @@ AT_LEAST_ONE = (
     "teacher_steps",
     "offline_eval_frequency",
 )
-AT_LEAST_ZERO = ("learning_starts", "offline_steps", "distill_coefficient", "checkpoint_minutes", "max_minutes")
+AT_LEAST_ZERO = (
+    *("learning_starts", "offline_steps", "distill_coefficient", "warmup_updates", "checkpoint_minutes", "max_minutes"),
+)
 POSITIVE = ("learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 GB = 1e9

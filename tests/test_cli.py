@@ -351,6 +351,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
         train_frequency=4,
         tau=0.3,
         learning_rate=1e-3,
+        warmup_updates=9,
         temperature=0.7,
         distill_coefficient=0.6,
         gamma=0.9,
@@ -394,7 +395,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
             gradient = parameter.grad.double().numpy()
             m += (1 - 0.9) * (gradient - m)
             v += (1 - 0.999) * (gradient**2 - v)
-            step = 1e-3 * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
+            step = 1e-3 * min(number / 9, 1) * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
             change = new.detach().double().numpy() - parameter.detach().double().numpy()
             np.testing.assert_allclose(change, -step, rtol=1e-3, atol=1e-6)
 

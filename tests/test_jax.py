@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cli import GAME, only, read_scalars, run_script, tiny, twin, write_teacher
 
+from cleanrl_utils import resume
 from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
@@ -253,6 +254,30 @@ def test_updates_are_adams(backend: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert close.mean() > 0.995, name
     for name, parameter in target_network.named_parameters():
         np.testing.assert_array_equal(target_after[name], parameter.detach().numpy())
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_learning_rate_rises(warmup: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's optimizer makes the steps of PyTorch's Adam with a learning rate that rises in a straight line."""
+    made = []
+    adam = optax.adam
+    monkeypatch.setattr(optax, "adam", lambda learning_rate: made.append(adam(learning_rate)) or made[-1])
+    monkeypatch.setattr(resume.Run, "evaluate", lambda *args: 1 / 0)  # far enough
+    monkeypatch.chdir(tmp_path)
+    args = tiny(write_teacher(tmp_path), learning_rate=1e-3, warmup_updates=warmup)
+    with pytest.raises(ZeroDivisionError):
+        qdagger_jax.main(twin(args, qdagger_jax))
+    rng, weight, parameter = np.random.default_rng(0), jnp.ones(3), torch.nn.Parameter(torch.ones(3))
+    reference = torch.optim.Adam([parameter])
+    state = made[0].init(weight)
+    for number in range(1, 9):
+        gradient = rng.normal(size=3).astype(np.float32)
+        change, state = made[0].update(jnp.asarray(gradient), state)
+        weight = optax.apply_updates(weight, change)
+        reference.param_groups[0]["lr"] = 1e-3 * (min(number / warmup, 1) if warmup else 1)
+        parameter.grad = torch.from_numpy(gradient)
+        reference.step()
+        np.testing.assert_allclose(weight, parameter.detach().numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
