@@ -38,6 +38,8 @@ class Args:
     """of the students' first weights and of the batches"""
     teacher_steps: int = 6000
     """environment steps of teacher data, the same for all students"""
+    warmup_updates: int = 0
+    """as in the script"""
     updates: int = 350
     """offline updates"""
 
@@ -68,7 +70,8 @@ def main(args: Args) -> None:
             student = script.QNetwork(envs.num_actions, bf16).to(memory_format=torch.channels_last)
             optimizer = torch.optim.Adam(student.parameters(), lr=learning_rate, fused=True)
             update = script.make_update(student, copy.deepcopy(student), optimizer, replay, script_args)
-            losses = [update(*replay.window, 1.0, learning_rate)[0].distill_loss.item() for _ in range(args.updates)]
+            rates = (linear_schedule(0.0, learning_rate, args.warmup_updates, i + 1) for i in range(args.updates))
+            losses = [update(*replay.window, 1.0, rate)[0].distill_loss.item() for rate in rates]
             with torch.no_grad():
                 deviation = student(replay.sample(256, *replay.window).observation).std(dim=0).mean().item()
             dead += deviation == 0
