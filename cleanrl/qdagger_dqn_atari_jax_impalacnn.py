@@ -72,8 +72,8 @@ class Args:
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
-    warmup_updates: int = 1000
-    """the first updates, in which the learning rate rises from 0 in a straight line; 0 for none (CleanRL)"""
+    warmup_updates: int = 0
+    """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 8
     """the number of parallel games; updates per environment step do not depend on it"""
     buffer_size: int = 1000000

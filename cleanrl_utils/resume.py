@@ -336,7 +336,8 @@ class Run:
             self._warned = True
             tqdm.write(
                 f"WARNING: the network has the same Q-values for all observations (phase {self.phase}, step "
-                f"{self.done:,}); if that stays so, no hidden unit is left: start anew with a lower --learning-rate",
+                f"{self.done:,}); if that stays so, no hidden unit is left: start anew with a lower --learning-rate "
+                "or, if it is a student, --warmup-updates 1000",
                 file=sys.stderr,
             )
 
