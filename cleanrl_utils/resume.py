@@ -408,7 +408,7 @@ class Run:
                 raise Stopped
 
     def _stop(self) -> NoReturn:
-        self.bar.close()
+        self.bar.close()  # or the message would end up in its line
         number = self._signal
         saved = self.save()
         message = f"resume with: {self._resume_command()}" if saved else f"NOT SAVED; {self._last_saved()}"
@@ -432,6 +432,7 @@ class Run:
 
     def close(self, videos: Sequence[Path] = ()) -> None:
         """Closes the logs, adds ``videos`` to those of W&B; from here on signals do again what they always do."""
+        self.bar.close()
         self._release_signals()
         os.close(self._lock)
         finish_run(self.args, self.writer, videos)
