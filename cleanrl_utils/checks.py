@@ -29,7 +29,12 @@ AT_LEAST_ONE = (
     "offline_eval_frequency",
 )
 AT_LEAST_ZERO = (
-    *("learning_starts", "offline_steps", "distill_coefficient", "warmup_updates", "checkpoint_minutes", "max_minutes"),
+    "learning_starts",
+    "offline_steps",
+    "distill_coefficient",
+    "warmup_updates",
+    "checkpoint_minutes",
+    "max_minutes",
 )
 POSITIVE = ("learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")

@@ -50,7 +50,7 @@ EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, sign
 """SIGALRM is what --max-minutes sends"""
 
 MAX_ACTIONS = 18
-"""as many Q-values can a batch at most have if they depend on nothing but the action"""
+"""of any Atari game, and thus the most different Q-values that a batch has if they follow from the action alone"""
 
 WRITING = 0.02
 """the fraction of its time that a run may spend on the checkpoints of every `checkpoint_minutes`"""
