@@ -512,7 +512,13 @@ def test_jax_replay_after_resuming(
 # ==================== runs ====================
 
 SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
-SMALL |= {"train_frequency": 10, "batch_size": 2, "save_model": True, "target_network_frequency": 30}
+SMALL |= {
+    "train_frequency": 10,
+    "batch_size": 2,
+    "save_model": True,
+    "target_network_frequency": 30,
+    "warmup_updates": 120,
+}
 
 
 @pytest.fixture(autouse=True)
