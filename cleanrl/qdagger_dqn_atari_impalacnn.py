@@ -268,13 +268,11 @@ class Replay:
     ) -> None:
         """Appends a row per environment: what was seen, what was done, what came of it, what the teacher thinks."""
         slot = self.rows_written % self.length
-        self.frame[slot] = torch.from_numpy(observation[:, -1])
-        self.action[slot] = torch.from_numpy(action)
-        self.reward[slot] = torch.from_numpy(np.clip(step.reward, -1, 1))
-        self.terminated[slot] = torch.from_numpy(step.terminated)
-        self.age[slot] = torch.from_numpy(self.env_age)
-        self.valid[slot] = torch.from_numpy(~step.reset)
-        self.teacher_q_values[slot] = torch.as_tensor(teacher_q_values)
+        step_row = observation[:, -1], action, np.clip(step.reward, -1, 1), step.terminated, self.env_age, ~step.reset
+        rings = self.frame, self.action, self.reward, self.terminated, self.age, self.valid, self.teacher_q_values
+        for ring, values in zip(rings, (*step_row, teacher_q_values), strict=True):
+            # A plain assignment would wait until a GPU has learned all that it was asked to.
+            ring[slot].copy_(torch.as_tensor(values), non_blocking=True)
         self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
         self.rows_written += 1
 

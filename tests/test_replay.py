@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import dqn_atari
 import dqn_atari_jax
@@ -15,6 +15,7 @@ import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cleanrl_utils.atari import Step
 from cleanrl_utils.checks import check_args
@@ -349,6 +350,28 @@ def test_sampling_depends_on_the_seed_alone(backend: type[TorchReplay]) -> None:
             play.step([PLAY, PLAY])
         drawn.append([row_and_env(o) for o in play.replay.sample(64)["observation"]])
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+class Copies(TorchDispatchMode):
+    """Notes for each tensor that is copied into another whether the host may go on before it has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.non_blocking.append(args[2] if len(args) > 2 else bool(kwargs and kwargs.get("non_blocking")))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", [TorchReplay, TorchQDaggerReplay])
+def test_adding_a_row_does_not_wait_for_a_gpu(backend: type[TorchReplay]) -> None:
+    """A copy that blocks would first wait for all updates that the GPU still has to do."""
+    play = Play(backend(20, 2, 1, 0.9), 2, 20, 1, 0.9, seed=0)
+    with Copies() as copies:
+        play.step([PLAY, PLAY])
+    assert copies.non_blocking == [True] * (7 if backend.teacher else 6)
 
 
 @every_backend
