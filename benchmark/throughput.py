@@ -108,12 +108,12 @@ class Plain:
 class Script:
     """The loops of the script under test."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, overlap: bool = True):
         self.args = args
         self.envs = AtariEnvs(args.env_id, args.num_envs, 1)
         self.observation = self.envs.reset()
         self.rng = np.random.default_rng(1)
-        self.teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, 1)
+        self.teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, 1, overlap=overlap)
         self.teacher_envs.reset()
         self.rollout = self.teacher_envs.rollout(lambda x: self.teacher_q_function(x), lambda: 0.01, self.rng)
         self.steps = 0
@@ -267,8 +267,11 @@ def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
     from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
     from cleanrl_utils.jax_utils import make_q_function
 
-    # flax's own max-pooling, where the script has one whose gradient is faster
+    # flax's own layers, where the script has some that are faster
     script.max_pool = functools.partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
+    script.StridedConv = lambda features, size, stride, dtype, name: nn.Conv(
+        features, (size, size), stride, padding="VALID", dtype=dtype, name=name
+    )
     side = Plain(args)
     num_actions = int(side.env.action_space.n)
     teacher, teacher_params = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
@@ -298,20 +301,18 @@ def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
 def script_jax(args: Args) -> tuple[Script, str]:
     """The JAX script, and what computes."""
     import jax
-    import jax.numpy as jnp
     import optax
 
     from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
+    from cleanrl_utils.jax_layers import fast_dtype
     from cleanrl_utils.jax_utils import make_q_function, pick_device
 
     on_cpu = pick_device()
-    side = Script(args)
+    side = Script(args, overlap=not on_cpu)
     num_actions = side.envs.num_actions
-    bf16 = args.bf16 and not on_cpu
-    dtype = jnp.bfloat16 if bf16 else jnp.float32
     teacher_path = find_teacher(args.teacher, "dqn_atari")
-    teacher, teacher_params = script.load_teacher(teacher_path, num_actions, args.env_id, dtype)
-    student = script.QNetwork(num_actions, dtype)
+    teacher, teacher_params = script.load_teacher(teacher_path, num_actions, args.env_id, args.bf16)
+    student = script.QNetwork(num_actions, fast_dtype(args.bf16))
     optimizer = optax.adam(1e-4)
     state = new_state(script, num_actions, optimizer)
     teacher_apply = jax.jit(teacher.apply)
@@ -331,7 +332,7 @@ def script_jax(args: Args) -> tuple[Script, str]:
 
     side.updates = updates
     where = f"{available_cores()} cores of {cpu_name()}" if on_cpu else jax.devices()[0].device_kind
-    what = f"{where}; jax {jax.__version__}; bfloat16 {'on' if bf16 else 'off'}"
+    what = f"{where}; jax {jax.__version__}; teacher {teacher.dtype.__name__}, student {student.dtype.__name__}"
     side.wait = lambda: jax.block_until_ready((state, side.replay.rows))
     side.device_memory = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return side, what

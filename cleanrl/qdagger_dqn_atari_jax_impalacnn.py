@@ -23,7 +23,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import first_params, max_pool
+from cleanrl_utils.jax_layers import StridedConv, fast_dtype, first_params, max_pool
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
@@ -39,8 +39,8 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     bf16: bool = True
-    """if toggled, hidden layers, student's and teacher's, compute in bfloat16 on a GPU or TPU; the last ones and the
-    losses stay float32"""
+    """if toggled, hidden layers compute in bfloat16 where that is faster: on a GPU or TPU all, on a CPU that has it
+    the convolutions of a DQN teacher; the last layers and the losses stay float32"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"
@@ -173,21 +173,22 @@ class TeacherNetwork(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.transpose(0, 2, 3, 1) / 255.0
-        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-            x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
-        x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        for i, (channels, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
+            x = nn.relu(StridedConv(channels, size, stride, self.dtype, name=f"Conv_{i}")(x))
+        x = nn.relu(nn.Dense(512, dtype=x.dtype)(x.reshape(x.shape[0], -1)))  # on a CPU float32 is faster, and x is
         return nn.Dense(self.num_actions)(x.astype(jnp.float32))
 
 
-def load_teacher(path: Path, num_actions: int, env_id: str, dtype: jnp.dtype = jnp.float32) -> tuple[nn.Module, Params]:
-    """The network in ``path``, its hidden layers in ``dtype``, and its weights: a DQN or student, from PyTorch or JAX.
+def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> tuple[nn.Module, Params]:
+    """The network in ``path``, and its weights: a DQN or student, from PyTorch or JAX; ``bf16`` is for hidden layers.
 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
     """
     weights = read_teacher(path, num_actions, env_id)
-    network_class = TeacherNetwork if architecture_of(weights) == "nature" else QNetwork
-    return network_class(num_actions, dtype), params_of(weights)
+    nature = architecture_of(weights) == "nature"
+    network_class = TeacherNetwork if nature else QNetwork
+    return network_class(num_actions, fast_dtype(bf16, products=nature)), params_of(weights)
 
 
 class Batch(NamedTuple):
@@ -402,16 +403,15 @@ def main(args: Args) -> None:
     check_args(args)
     check_upload_possible(args)
     on_cpu = pick_device()
-    dtype = jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32  # on a CPU, XLA is slower in bfloat16
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     require_replay_memory(args, functools.partial(Replay.num_bytes, num_actions=envs.num_actions), available_memory())
     teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
-    teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id, dtype)
+    teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id, args.bf16)
 
     run = Run(args)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    student = QNetwork(envs.num_actions, dtype)
+    student = QNetwork(envs.num_actions, fast_dtype(args.bf16))
     optimizer = optax.adam(lambda n: args.learning_rate * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = first_params(student, init_key)
@@ -438,16 +438,16 @@ def main(args: Args) -> None:
         replay = Replay(args.teacher_steps, envs.num_actions, args)
         run.keep_replay("teacher", ReplayState(replay))
     if run.phase == 2:
-        # The teacher chooses for one half of the games while the other half is being played.
-        teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-        run.reset(teacher_envs)
+        # On a GPU the teacher chooses for one half of the games while the other half is being played.
+        games = HalvedAtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, not on_cpu)
+        run.reset(games)
         epsilon_at = functools.partial(linear_schedule, args.start_e, args.end_e, args.teacher_steps)
-        rollout = teacher_envs.rollout(teacher_q_function, lambda: epsilon_at(run.done - args.num_envs), rng)
+        rollout = games.rollout(teacher_q_function, lambda: epsilon_at(run.done - args.num_envs), rng)
         for _ in run.steps(replay.length * args.num_envs, args.num_envs, "teacher data", "step"):
             played = next(rollout)
             replay.add(*played)
             run.show_return(score for score, _ in played.step.games)
-        teacher_envs.close()
+        games.close()
         writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
         run.end_phase(3)
 

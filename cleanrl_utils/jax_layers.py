@@ -1,6 +1,8 @@
-"""Max-pooling with a gradient that is fast on a CPU, and PyTorch's first weights."""
+"""Layers that are fast on a CPU, what they compute in, and PyTorch's first weights."""
 
+import contextlib
 import math
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +12,18 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.replay import STACK
+
+
+def fast_dtype(bf16: bool, products: bool = False) -> jnp.dtype:
+    """What hidden layers compute in: bfloat16 if ``bf16`` and it is faster where JAX computes, otherwise float32.
+
+    On a GPU it is. On a CPU that has it in hardware, ``products`` of matrices are, but XLA has no fast convolutions.
+    """
+    in_hardware = jax.default_backend() != "cpu"
+    if products and not in_hardware:
+        with contextlib.suppress(OSError):  # not Linux
+            in_hardware = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    return jnp.bfloat16 if bf16 and in_hardware else jnp.float32
 
 
 def strongest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -61,6 +75,49 @@ def max_pool_backward(residual: tuple[jax.Array, np.ndarray], gradient: jax.Arra
 
 
 max_pool.defvjp(max_pool_forward, max_pool_backward)
+
+
+class StridedConv(nn.Module):
+    """``flax.linen.Conv`` without padding, and its parameters: (B, H, W, C) → (B, H', W', features).
+
+    On a CPU it is a product of two matrices, and float32 whatever ``dtype`` they have: there XLA multiplies bfloat16
+    faster than float32, but has no fast convolution of it.
+
+    Args:
+        features: channels of the result.
+        size: of the kernel, a multiple of the stride; if the stride is more than 1, it divides H and W too.
+        stride: pixels from one window to the next.
+        dtype: what is multiplied; on a GPU also the result's.
+    """
+
+    features: int
+    size: int
+    stride: int
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        stride, blocks, (batch, height, width, channels) = self.stride, self.size // self.stride, x.shape
+        kernel_shape = (self.size, self.size, channels, self.features)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), kernel_shape).astype(self.dtype)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        x = x.astype(self.dtype)
+        if jax.default_backend() != "cpu":
+            layout = ("NHWC", "HWIO", "NHWC")
+            result = jax.lax.conv_general_dilated(x, kernel, (stride, stride), "VALID", dimension_numbers=layout)
+            return result + bias.astype(self.dtype)
+
+        # Image and kernel as blocks of stride × stride pixels: a window is then blocks × blocks blocks of the image.
+        rows, columns = height // stride, width // stride
+        image = x.reshape(batch, rows, stride, columns, stride, channels).transpose(0, 1, 3, 2, 4, 5)
+        kernel = kernel.reshape(blocks, stride, blocks, stride, channels, self.features).transpose(1, 3, 4, 0, 2, 5)
+        size = stride * stride * channels
+        products = jnp.matmul(
+            image.reshape(-1, size), kernel.reshape(size, -1), preferred_element_type=jnp.float32
+        ).reshape(batch, rows, columns, blocks, blocks, self.features)
+        # Each block has been multiplied by all of the kernel's; a window sums what its own blocks give at their places.
+        below, right = rows - blocks + 1, columns - blocks + 1
+        return bias + sum(products[:, i : i + below, j : j + right, i, j] for i in range(blocks) for j in range(blocks))
 
 
 def first_params(network: nn.Module, key: jax.Array) -> dict[str, Any]:

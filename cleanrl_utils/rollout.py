@@ -39,16 +39,26 @@ class HalvedAtariEnvs:
 
     For when there is nothing else to do during emulation. The copies play as those of one :class:`AtariEnvs` would.
 
-    Args: see :class:`AtariEnvs`. Half of the cores emulate, at a lower priority, so that the other half can choose.
+    Args:
+        env_id, num_envs, seed, repeat_action_probability: see :class:`AtariEnvs`.
+        overlap: half of the cores emulate, at a lower priority, so that the other half can choose. Otherwise all cores
+            emulate all copies, and then all choose: better where choosing cannot do with fewer cores, as in XLA.
     """
 
-    def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
-        self.num_envs, middle = num_envs, (num_envs + 1) // 2
+    def __init__(
+        self,
+        env_id: str,
+        num_envs: int,
+        seed: int,
+        repeat_action_probability: float | None = None,
+        overlap: bool = True,
+    ):
+        self.num_envs, middle = num_envs, (num_envs + 1) // 2 if overlap else num_envs
         threads = thread_ids()
         self._halves = [
             AtariEnvs(
                 *(env_id, end - start, seed, repeat_action_probability),
-                num_threads=min(end - start, (available_cores() + 1) // 2),
+                num_threads=min(end - start, (available_cores() + 1) // 2 if overlap else available_cores()),
                 first=start,
             )
             for start, end in ((0, middle), (middle, num_envs))
@@ -56,7 +66,7 @@ class HalvedAtariEnvs:
         ]
         # Both halves wait for the thread that chooses. On few cores, emulators that have just been given their actions
         # would interrupt it.
-        niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICE
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + (NICE if overlap else 0)
         for thread in thread_ids() - threads:
             with contextlib.suppress(ProcessLookupError):  # it was somebody else's and is gone
                 os.setpriority(os.PRIO_PROCESS, thread, niceness)

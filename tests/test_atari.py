@@ -624,8 +624,8 @@ def seen(observation: np.ndarray) -> np.ndarray:
     return np.stack([observation[:, -1, i::7].sum((1, 2)) % 97 for i in range(4)], axis=1).astype(np.float32)
 
 
-@pytest.mark.parametrize("num_envs", [1, 2, 5])
-def test_halves_play_as_the_whole(num_envs: int) -> None:
+@pytest.mark.parametrize(("num_envs", "overlap"), [(1, True), (2, True), (5, True), (5, False)])
+def test_halves_play_as_the_whole(num_envs: int, overlap: bool) -> None:
     """Same observations, actions, rewards, lost lives and ends of games as without halves, step for step.
 
     Breakout, where games end soon. The first steps are played twice, the second time after a reset in mid-air.
@@ -633,7 +633,7 @@ def test_halves_play_as_the_whole(num_envs: int) -> None:
     rng, games = np.random.default_rng(0), 0
     with (
         closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5, num_threads=1)) as whole,
-        closing(HalvedAtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5)) as halves,
+        closing(HalvedAtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5, overlap=overlap)) as halves,
     ):
         for steps in (7, 400):
             observation = whole.reset()
@@ -674,7 +674,7 @@ def test_a_failing_half_is_reported() -> None:
 
 @pytest.mark.skipif(not thread_ids(), reason="this system gives threads no priorities of their own")
 def test_the_emulators_of_halves_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their threads, and no others, have a lower priority, or the lowest that there is."""
+    """Their threads, and no others, have a lower priority, or the lowest that there is; unless they take turns."""
 
     def niceness() -> dict[int, int]:
         found = {}
@@ -684,11 +684,11 @@ def test_the_emulators_of_halves_give_way(monkeypatch: pytest.MonkeyPatch) -> No
         return found
 
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    for process_is, expected in ((own, min(own + 5, 19)), (17, 19)):
+    for process_is, overlap, expected in ((own, False, own), (own, True, min(own + 5, 19)), (17, True, 19)):
         before = niceness()
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpriority", lambda which, who, answer=process_is: answer)
-            halves = HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1)
+            halves = HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1, overlap=overlap)
         after = niceness()
         halves.close()
         # Not all that were there need be there still: an earlier test's emulators end when they are garbage-collected.

@@ -27,7 +27,7 @@ from cleanrl_utils.convert import convert
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
 from cleanrl_utils.hub import model_card
-from cleanrl_utils.jax_layers import first_params, max_pool
+from cleanrl_utils.jax_layers import StridedConv, fast_dtype, first_params, max_pool
 from cleanrl_utils.jax_utils import Params, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
 
@@ -312,6 +312,43 @@ def test_max_pool_is_flaxs(height: int, width: int, seed: int, values: int) -> N
     np.testing.assert_array_equal(pooled, expected)
     gradient = rng.integers(-8, 8, pooled.shape).astype(np.float32)  # integers: sums are exact in any order
     np.testing.assert_array_equal(pull(gradient)[0], expected_pull(gradient)[0])
+
+
+@settings(max_examples=8)
+@given(stride=st.integers(1, 3), blocks=st.integers(1, 3), more=st.tuples(st.integers(0, 3), st.integers(0, 3)))
+def test_strided_conv_is_a_convolution(stride: int, blocks: int, more: tuple[int, int]) -> None:
+    """By the book in float64, for products and for convolutions; products of bfloat16 are summed in float32."""
+    rng, size = np.random.default_rng(stride), stride * blocks
+    x = rng.normal(size=(2, *(stride * (blocks + n) for n in more), 3))
+    kernel, bias = rng.normal(size=(size, size, 3, 5)), rng.normal(size=5)
+    variables = jax.tree.map(np.float32, {"params": {"kernel": kernel, "bias": bias}})
+
+    def expected(dtype: Any) -> np.ndarray:
+        image, weights = (np.asarray(array, dtype).astype(np.float64) for array in (x, kernel))
+        windows = np.lib.stride_tricks.sliding_window_view(image, (size, size), axis=(1, 2))[:, ::stride, ::stride]
+        return np.einsum("bhwcij,ijcd->bhwd", windows, weights) + bias
+
+    for backend, dtype, tolerance in (
+        ("cpu", jnp.float32, 1e-4),
+        ("cpu", jnp.bfloat16, 1e-4),
+        ("gpu", jnp.float32, 1e-4),
+        ("gpu", jnp.bfloat16, 0.2),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda backend=backend: backend)
+            result = StridedConv(5, size, stride, dtype).apply(variables, np.float32(x))
+        assert result.dtype == (jnp.float32 if backend == "cpu" else dtype)
+        np.testing.assert_allclose(np.asarray(result, np.float64), expected(dtype), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("flags", ["sse2 avx512_bf16 avx512_fp16", "sse2 avx512f"])
+def test_bfloat16_where_it_is_faster(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU everywhere, on a CPU that has it in products only, and nowhere if it is not wanted."""
+    monkeypatch.setattr(Path, "read_text", lambda self: f"model name: a processor\nflags: {flags}\n")
+    for backend, products, expected in (("gpu", False, True), ("cpu", False, False), ("cpu", True, "bf16" in flags)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert fast_dtype(True, products) == (jnp.bfloat16 if expected else jnp.float32)
+        assert fast_dtype(False, products) == jnp.float32
 
 
 # ==================== files ====================

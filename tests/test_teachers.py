@@ -190,8 +190,9 @@ def jax_teacher(path, bf16):
     jax = pytest.importorskip("jax")
     from cleanrl.qdagger_dqn_atari_jax_impalacnn import load_teacher
 
-    dtype = jax.numpy.bfloat16 if bf16 else jax.numpy.float32
-    network, params = load_teacher(path, 6, "PongNoFrameskip-v4", dtype)
+    network, params = load_teacher(path, 6, "PongNoFrameskip-v4")
+    if bf16:  # also where the script would not
+        network = network.clone(dtype=jax.numpy.bfloat16)
     return lambda frames: np.asarray(jax.jit(network.apply)(params, frames))
 
 
