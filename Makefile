@@ -25,7 +25,7 @@ demo: $(VENV)/atari
 	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO)
 
 demo-jax: $(VENV)/jax
-	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO)
+	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) --warmup-updates 300
 
 # Two at a time, each on half of the cores; by file, whose tests share runs that take long to make.
 test: $(VENV)/test
