@@ -694,5 +694,5 @@ def test_the_emulators_of_halves_give_way(monkeypatch: pytest.MonkeyPatch) -> No
         # Not all that were there need be there still: an earlier test's emulators end when they are garbage-collected.
         assert {thread: nice for thread, nice in after.items() if thread in before}.items() <= before.items()
         added = [nice for thread, nice in after.items() if thread not in before]
-        assert len(added) >= 2
+        assert len(added) >= (2 if overlap else 1)  # on one core, one thread for both copies
         assert set(added) == {expected}
