@@ -69,8 +69,10 @@ def main(args: Args) -> None:
     updates = [rates(args, ("offline_update",), batch_size=n)[0] for n in args.batch_size]
     axes[2].plot(args.batch_size, [n * rate for n, rate in zip(args.batch_size, updates, strict=True)], "o-")
     axes[2].set(xlabel="batch", ylabel="transitions learned from per second")
-    for ax in axes:
+    for ax, sizes in zip(axes, (args.replay_steps, args.num_envs, args.batch_size), strict=True):
         ax.set_xscale("log")
+        ax.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+        ax.minorticks_off()
         ax.grid(alpha=0.3)
         if ax is not axes[1]:
             ax.set_ylim(bottom=0)
