@@ -15,7 +15,7 @@ DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --teacher-steps 20000 \
 help:
 	@echo "make demo         QDagger on Pong from the embedded teacher, 9 to 13 minutes on 2 cores"
 	@echo "make demo-jax     the same in JAX, 28 minutes"
-	@echo "make test         the test suite, 8 minutes on 2 cores"
+	@echo "make test         the test suite, 8 to 10 minutes on 2 cores"
 	@echo "make torture      kills and resumes a run 25 times, about 3 minutes"
 	@echo "make torture-jax  the same in JAX"
 	@echo "make lint         ruff check and ruff format --check"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The small Pong experiment of README: three seeds at the default temperature, and the same at temperature 1.
 # About 25 minutes a run on one CPU core (taskset): two such runs side by side beat two threads in each.
-# "qdagger_pong.sh jax": the same in JAX, about 50 minutes a run. Flags for the script may follow, such as
+# "qdagger_pong.sh jax": the same in JAX, about 55 minutes a run. Flags for the script may follow, such as
 # --warmup-updates 300.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -58,7 +58,7 @@ class HalvedAtariEnvs:
         self._halves = [
             AtariEnvs(
                 *(env_id, end - start, seed, repeat_action_probability),
-                num_threads=min(end - start, (available_cores() + 1) // 2 if overlap else available_cores()),
+                num_threads=min(end - start, (available_cores() + 1) // 2) if overlap else None,
                 first=start,
             )
             for start, end in ((0, middle), (middle, num_envs))
@@ -66,8 +66,8 @@ class HalvedAtariEnvs:
         ]
         # Both halves wait for the thread that chooses. On few cores, emulators that have just been given their actions
         # would interrupt it.
-        niceness = os.getpriority(os.PRIO_PROCESS, 0) + (NICE if overlap else 0)
-        for thread in thread_ids() - threads:
+        niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICE
+        for thread in thread_ids() - threads if overlap else ():
             with contextlib.suppress(ProcessLookupError):  # it was somebody else's and is gone
                 os.setpriority(os.PRIO_PROCESS, thread, niceness)
         self._gather()
