@@ -386,7 +386,8 @@ def write_profile(script: Script, args: Args) -> None:
 
         with jax.profiler.trace(str(args.profile), create_perfetto_trace=True):
             work(5)
-        print(f"trace written into {args.profile}; open its perfetto_trace.json.gz in https://ui.perfetto.dev")
+        path = max(args.profile.rglob("perfetto_trace.json.gz"), key=os.path.getmtime)
+        print(f"trace written to {path}; open it in https://ui.perfetto.dev")
         return
     import torch
 
@@ -427,6 +428,8 @@ PHASES = {
     "online_step": "online, steps/s",
 }
 """Methods of both sides, and what their rates are"""
+FULL_SIZE = {"teacher_step": 500_000, "offline_update": 500_000, "online_step": 10_000_000}
+"""How much of each a run with the flags' defaults does"""
 
 
 def main(args: Args) -> None:
@@ -454,10 +457,13 @@ def main(args: Args) -> None:
     print(f"\n{what}; commit {commit}")
     print(f"batch {args.batch_size}, num_envs {args.num_envs}, medians of {args.rounds} rounds of {args.seconds:g} s\n")
     print("| phase | plain | this script | ratio |\n|---|---|---|---|")
+    hours = np.zeros(2)
     for phase, unit in PHASES.items():
         slow, fast = (float(np.median(rates[phase, name])) for name in ("plain", "script"))
+        hours += [FULL_SIZE[phase] / slow / 3600, FULL_SIZE[phase] / fast / 3600]
         print(f"| {unit} | {slow:.1f} | {fast:.1f} | {fast / slow:.2f}× |", flush=True)
-    print(f"\n{script.shares()}", flush=True)
+    print(f"\nat these rates the phases of a run of full size take {hours[1]:.1f} h (plain: {hours[0]:.1f} h)")
+    print(script.shares(), flush=True)
     if device_memory := script.device_memory():
         print(f"peak of device memory, with a replay of {args.replay_steps:,} steps: {device_memory / 1e9:.2f} GB")
     if args.memory_steps:
