@@ -4,8 +4,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
 TEACHER_JAX := teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
-# Ten times the default learning rate: 4,000 updates are few.
-DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --teacher-steps 20000 \
+# Ten times the default learning rate: 4,000 updates are few. Half the games: in so few steps, more would not end.
+DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --num-envs 8 --teacher-steps 20000 \
 	--offline-steps 4000 --offline-eval-frequency 2000 \
 	--total-timesteps 10000 --learning-starts 1000 --buffer-size 20000 \
 	--teacher-eval-episodes 10 --eval-episodes 10 --save-model

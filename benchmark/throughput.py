@@ -48,7 +48,7 @@ class Args:
     """the script under test"""
     env_id: str = "PongNoFrameskip-v4"
     """the environment"""
-    num_envs: int = 8
+    num_envs: int = 16
     """parallel games of the script under test; the plain formulation has one"""
     batch_size: int = 32
     """transitions per update"""

@@ -71,7 +71,7 @@ class Args:
     """environment steps (4 frames each) in all; when a resumed run is given more, epsilon falls over more of them"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
-    num_envs: int = 8
+    num_envs: int = 16
     """the number of parallel games; updates per environment step do not depend on it"""
     buffer_size: int = 1000000
     """the replay's size in environment steps; 7.1 kB each"""

@@ -78,7 +78,7 @@ class Args:
     """the learning rate of Adam"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
-    num_envs: int = 8
+    num_envs: int = 16
     """the number of parallel games; updates per environment step do not depend on it"""
     buffer_size: int = 1000000
     """the online replay's size in environment steps; 7.1 kB each"""

@@ -497,7 +497,7 @@ def test_good_input_is_not_refused(no_long_phase: Path, teacher: Path) -> None:
             script.main(twin(tiny(teacher), script))
     for script in (dqn_atari, dqn_atari_jax):
         with pytest.raises(ReachedLongPhase):
-            script.main(script.Args(env_id=GAME, buffer_size=100, learning_starts=40))
+            script.main(script.Args(env_id=GAME, buffer_size=100, learning_starts=60))
 
 
 NOT_ABOVE = [("num_envs", 0), ("num_envs", -2), ("batch_size", 0), ("train_frequency", 0), ("n_step", 0)]
@@ -519,7 +519,7 @@ def test_number_out_of_range(name: str, value: float, no_long_phase: Path, teach
     assert_refused(tiny(teacher, **{name: value}), *words)
     if hasattr(dqn_atari.Args, name):
         assert_refused(
-            dqn_atari.Args(**{"env_id": GAME, "buffer_size": 100, "learning_starts": 40, name: value}), *words
+            dqn_atari.Args(**{"env_id": GAME, "buffer_size": 100, "learning_starts": 60, name: value}), *words
         )
 
 
@@ -622,7 +622,7 @@ def test_run_directory_cannot_be_written(no_long_phase: Path, teacher: Path) -> 
     """A plain file is in the way: permission bits mean nothing to root."""
     Path("runs").write_text("")
     assert_refused(tiny(teacher), "runs")
-    assert_refused(dqn_atari.Args(env_id=GAME, buffer_size=100, learning_starts=40), "runs")
+    assert_refused(dqn_atari.Args(env_id=GAME, buffer_size=100, learning_starts=60), "runs")
 
 
 @pytest.mark.parametrize(
@@ -637,7 +637,7 @@ def test_missing_package(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     assert_refused(tiny(teacher, **{flag: True}), module.split("_")[0], "pip install")
-    assert_refused(dqn_atari.Args(env_id=GAME, buffer_size=100, learning_starts=40, **{flag: True}), "pip install")
+    assert_refused(dqn_atari.Args(env_id=GAME, buffer_size=100, learning_starts=60, **{flag: True}), "pip install")
 
 
 @pytest.mark.parametrize(
