@@ -15,7 +15,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 # Of two tests at a time, each gets its share of the cores, or PyTorch's and JAX's threads would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[worker::workers])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[worker::workers] or cores)
 
 import pytest
 import torch
