@@ -644,10 +644,10 @@ def test_missing_package(
     ("script", "flags", "word"),
     [
         (STUDENT, "--env-id CartPole-v1", "CartPole-v1"),
-        (STUDENT, "--env-id ALE/Klax-v5 --buffer-size 1000 --learning-starts 40 --teacher-steps 1000", "teacher"),
-        (STUDENT, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo trap --learning-starts 40", "trap"),
+        (STUDENT, "--env-id ALE/Klax-v5 --buffer-size 1000 --learning-starts 60 --teacher-steps 1000", "teacher"),
+        (STUDENT, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo trap --learning-starts 60", "trap"),
         (DQN, f"--env-id {GAME} --buffer-size {10**10}", "--buffer-size"),
-        (STUDENT_JAX, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo x/y --learning-starts 40", "x/y"),
+        (STUDENT_JAX, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo x/y --learning-starts 60", "x/y"),
         (DQN_JAX, "--env-id CartPole-v1", "CartPole-v1"),
     ],
 )
