@@ -23,6 +23,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.schedules import linear_schedule
 from cleanrl_utils.teachers import find_teacher
+from cleanrl_utils.torch_speed import WorkingCopy
 from cleanrl_utils.torch_utils import make_q_function, pick_device
 
 
@@ -52,9 +53,9 @@ def main(args: Args) -> None:
     q_function, script_args = make_q_function(teacher, device), script.Args(env_id=args.env_id)
     replay = script.Replay(args.teacher_steps, envs.num_actions, script_args, device)
     observation = envs.reset()
-    for _ in range(args.teacher_steps // 8):
+    for row in range(args.teacher_steps // envs.num_envs):
         q_values = q_function(observation)
-        epsilon = linear_schedule(1.0, 0.01, args.teacher_steps, replay.steps)
+        epsilon = linear_schedule(1.0, 0.01, args.teacher_steps, row * envs.num_envs)
         action = envs.send(epsilon_greedy(q_values, epsilon, rng))
         step = envs.recv()
         replay.add(observation, action, step, q_values)
@@ -66,13 +67,14 @@ def main(args: Args) -> None:
         for seed in args.seeds:
             torch.manual_seed(seed)
             replay.generator.manual_seed(seed)
-            student = script.QNetwork(envs.num_actions, bf16).to(memory_format=torch.channels_last)
-            optimizer = torch.optim.Adam(student.parameters(), lr=learning_rate, fused=True)
-            update = script.make_update(student, copy.deepcopy(student), optimizer, replay, script_args)
+            network = script.QNetwork(envs.num_actions).to(memory_format=torch.channels_last)
+            optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate, fused=True)
+            student, target = WorkingCopy(network, bf16), WorkingCopy(copy.deepcopy(network), bf16)
+            update = script.make_update(student, target, optimizer, replay, script_args)
             rates = (linear_schedule(0.0, learning_rate, args.warmup_updates, i + 1) for i in range(args.updates))
-            losses = [update(*replay.window, 1.0, rate)[0].distill_loss.item() for rate in rates]
+            losses = [update(*replay.window, 1.0, [rate])[0].distill_loss.item() for rate in rates]
             with torch.no_grad():
-                deviation = student(replay.sample(256, *replay.window).observation).std(dim=0).mean().item()
+                deviation = student.network(replay.sample(256, *replay.window).observation).std(dim=0).mean().item()
             print(f"| {learning_rate:g} | {seed} | {np.mean(losses[-50:]):.4f} | {deviation:.1e} |", flush=True)
 
 

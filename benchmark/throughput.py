@@ -36,7 +36,7 @@ from cleanrl_utils.atari import AtariEnvs, available_cores, make_wrapped_env
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.schedules import times_due
+from cleanrl_utils.schedules import offline_updates_per_call, times_due
 from cleanrl_utils.teachers import find_teacher
 
 
@@ -134,7 +134,8 @@ class Script:
         action = self.envs.send(epsilon_greedy(q_values, 0.01, self.rng))
         with self.spent_on("learning"):
             teacher_q_values = self.judge(self.observation)
-            self.updates(times_due(self.steps, self.steps + self.args.num_envs, 4))
+            if updates_due := times_due(self.steps, self.steps + self.args.num_envs, 4):
+                self.updates(updates_due)
             if self.noting:
                 self.wait()
         self.steps += self.args.num_envs
@@ -219,36 +220,29 @@ def script_torch(args: Args) -> tuple[Script, str]:
     import torch
 
     from cleanrl import qdagger_dqn_atari_impalacnn as script
+    from cleanrl_utils.torch_speed import WorkingCopy, half_of_the_threads
     from cleanrl_utils.torch_utils import make_judge, make_q_function, pick_device
 
     device, bf16 = pick_device(args.cuda, args.bf16)
     side = Script(args)
-    threads = torch.get_num_threads()
-
-    @contextlib.contextmanager
-    def half_of_the_threads() -> Iterator[None]:
-        torch.set_num_threads((threads + 1) // 2)
-        yield
-        torch.set_num_threads(threads)
-
     side.half_of_the_threads = half_of_the_threads
     num_actions = side.envs.num_actions
     teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id, bf16)
     teacher = teacher.to(device, memory_format=torch.channels_last)
-    student, target_network = (
-        script.QNetwork(num_actions, bf16).to(device, memory_format=torch.channels_last) for _ in range(2)
+    student, target = (
+        WorkingCopy(script.QNetwork(num_actions).to(device, memory_format=torch.channels_last), bf16) for _ in range(2)
     )
     on_gpu = device.type == "cuda"
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
+    optimizer = torch.optim.Adam(student.original.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
     side.replay = script.Replay(args.replay_steps, num_actions, script_args, device)
     side.teacher_q_function, side.judge = make_q_function(teacher, device, on_gpu), make_judge(teacher, device, on_gpu)
-    side.student_q_function, side.offline_count = make_q_function(student, device, on_gpu), 1
-    update = script.make_update(student, target_network, optimizer, side.replay, script_args)
+    side.student_q_function = make_q_function(student.network, device, on_gpu)
+    side.offline_count = offline_updates_per_call(script_args) if on_gpu else 1
+    update = script.make_update(student, target, optimizer, side.replay, script_args)
 
     def updates(count: int) -> int:
-        for _ in range(count):
-            update(*side.replay.window, 1.0, 1e-4)
+        update(*side.replay.window, 1.0, count * [1e-4])
         return count
 
     side.updates = updates
@@ -283,8 +277,8 @@ def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
         observation, action, reward, terminated, following = columns
         teacher_q_values = teacher.apply(teacher_params, observation)
         batch = script.Batch(observation, action, reward, following, 0.99 * ~terminated, teacher_q_values)
-        loss = functools.partial(script.qdagger_loss, apply=apply)
-        gradients, _ = jax.grad(loss, has_aux=True)(state.params, state.target_params, batch, 1.0, 0.1)
+        target = script.td_target(state.target_params, batch, apply)
+        gradients, _ = jax.grad(script.qdagger_loss, has_aux=True)(state.params, target, batch, 1.0, 0.1, apply)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
         return state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
 
@@ -319,8 +313,8 @@ def script_jax(args: Args) -> tuple[Script, str]:
     side.teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
     side.student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
     side.judge = functools.partial(teacher_apply, teacher_params)
-    side.offline_count = 1 if on_cpu else 20
     script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
+    side.offline_count = 1 if on_cpu else offline_updates_per_call(script_args)
     side.replay = script.Replay(args.replay_steps, num_actions, script_args)
     learn = functools.partial(script.update, args=script_args, apply=student.apply, optimizer=optimizer)
     learn = jax.jit(learn, static_argnames="count", donate_argnames="state")

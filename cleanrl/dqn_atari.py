@@ -24,7 +24,8 @@ from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_win
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_utils import CudaGraph, available_memory, make_q_function, pick_device, save_model
+from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs
+from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
 
 
 @dataclass
@@ -102,9 +103,8 @@ class Args:
 class QNetwork(nn.Module):
     """Q-network of Mnih et al. (2015). uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
-    def __init__(self, num_actions: int, bf16: bool = False):
+    def __init__(self, num_actions: int):
         super().__init__()
-        self.bf16 = bf16
         self.network = nn.Sequential(
             nn.Conv2d(4, 32, 8, stride=4),
             nn.ReLU(),
@@ -119,13 +119,9 @@ class QNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
-            # bfloat16 holds 0 to 255 exactly: the same numbers as dividing in float32 and rounding, in half the memory.
-            x = x.to(torch.bfloat16 if self.bf16 else torch.float32) / 255.0
-            x = x.contiguous(memory_format=torch.channels_last)
-            for layer in self.network[:-1]:
-                x = layer(x)
-        return self.network[-1](x.float())  # bfloat16 would round away the differences between actions
+        # bfloat16 holds 0 to 255 exactly: the same numbers as dividing in float32 and rounding, in half the memory.
+        x = x.to(dtype=self.network[0].weight.dtype, memory_format=torch.channels_last) / 255.0
+        return self.network[-1](self.network[:-1](x).float())  # bfloat16 would round away differences of actions
 
 
 class Batch(NamedTuple):
@@ -166,11 +162,6 @@ class Replay:
     def num_bytes(buffer_size: int) -> int:
         """Bytes that a replay of this size takes."""
         return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1)
-
-    @property
-    def steps(self) -> int:
-        """Environment steps held."""
-        return min(self.rows_written, self.length) * self.num_envs
 
     def add(self, observation: np.ndarray, action: np.ndarray, step: Step) -> None:
         """Appends a row per environment: what was seen, what was done, and what came of it."""
@@ -218,40 +209,47 @@ class Replay:
         return self.frame[rows % self.length, env[:, None]] * in_game[:, :, None, None]
 
 
-def td_loss(q_network: QNetwork, target_network: QNetwork, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+@torch.no_grad()
+def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
+    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+
+
+def td_loss(q_network: nn.Module, target: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
-    with torch.no_grad():
-        bootstrap = target_network(batch.bootstrap_observation).max(dim=1).values
-        target = batch.n_step_return + batch.bootstrap_discount * bootstrap
     q_values = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
     return F.mse_loss(q_values, target), q_values
 
 
 def make_update(
-    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
-) -> Callable[[int, int], dict[str, torch.Tensor]]:
-    """One update as a function of the sampling window [low, high); on a GPU as one launch (`cuda_graph`).
+    online: WorkingCopy, target: WorkingCopy, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """The ``count`` updates due as a function of the sampling window; on a GPU as one launch (`cuda_graph`).
 
-    It returns the loss, the Q-values of the actions taken, and the batch.
+    It returns the last one's loss, Q-values of the actions taken, and batch.
     """
 
-    def update(low: int, high: int) -> dict[str, torch.Tensor]:
-        batch = replay.sample(args.batch_size, low, high)
-        loss, q_values = td_loss(q_network, target_network, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return {"loss": loss.detach(), "q_values": q_values.detach(), **batch._asdict()}
+    def update(low: int, high: int, *, count: int) -> dict[str, torch.Tensor]:
+        # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
+        batches = replay.sample(count * args.batch_size, low, high)
+        columns = (x.split(args.batch_size) for x in (td_target(target.network, batches), *batches))
+        for y, *batch in zip(*columns, strict=True):
+            loss, q_values = td_loss(online.network, y, Batch(*batch))
+            online.network.zero_grad()
+            loss.backward()
+            online.step(optimizer)
+        return {"loss": loss.detach(), "q_values": q_values.detach(), **Batch(*batch)._asdict()}
 
     device = replay.frame.device
-    return CudaGraph(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
+    return cuda_graphs(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
 
 
-def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
+@torch.no_grad()
+def update_target(target: WorkingCopy, online: WorkingCopy, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
-    with torch.no_grad():
-        for target, online in zip(target_network.parameters(), q_network.parameters(), strict=True):
-            target.lerp_(online, tau)
+    for parameter, other in zip(target.original.parameters(), online.original.parameters(), strict=True):
+        parameter.lerp_(other, tau)
+    target.refresh()
 
 
 def main(args: Args) -> None:
@@ -272,19 +270,20 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    q_network = QNetwork(envs.num_actions, bf16).to(device, memory_format=torch.channels_last)
+    q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     cuda_graph = args.cuda_graph and device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
-    q_function = make_q_function(q_network, device, cuda_graph)
     run.keep(q_network=ModuleState(q_network), target_network=ModuleState(target_network))
     run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
+    online, target = WorkingCopy(q_network, bf16), WorkingCopy(target_network, bf16)
+    q_function = make_q_function(online.network, device, cuda_graph)
 
     # ==================== phase 1: training ====================
     if run.phase == 1:
         replay = Replay(args, device)
         run.keep_replay("replay", ReplayState(replay))
-        update = make_update(q_network, target_network, optimizer, replay, args)
+        update = make_update(online, target, optimizer, replay, args)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         for global_step in run.steps(args.total_timesteps, args.num_envs, "DQN", "step"):
@@ -297,11 +296,10 @@ def main(args: Args) -> None:
             # The emulator plays while the network learns.
             updates_due = 0
             if global_step >= args.learning_starts:
-                updates_due = times_due(global_step, next_step, args.train_frequency)
-                for _ in range(updates_due):
-                    run.last_update = update(*replay.window)
+                if updates_due := times_due(global_step, next_step, args.train_frequency):
+                    run.last_update = update(*replay.window, count=updates_due)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                    update_target(target_network, q_network, args.tau)
+                    update_target(target, online, args.tau)
 
             step = envs.recv()
             replay.add(observation, action, step)

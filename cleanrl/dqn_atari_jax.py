@@ -217,10 +217,14 @@ def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int,
     return transitions(rows, jnp.where(rows.valid[row % length, env], row, neighbour), env, n_step, gamma)
 
 
-def td_loss(params: Params, target_params: Params, batch: Batch, apply: Apply) -> tuple[jax.Array, jax.Array]:
-    """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
+def td_target(target_params: Params, batch: Batch, apply: Apply) -> jax.Array:
+    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
     bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
-    target = batch.n_step_return + batch.bootstrap_discount * bootstrap
+    return batch.n_step_return + batch.bootstrap_discount * bootstrap
+
+
+def td_loss(params: Params, target: jax.Array, batch: Batch, apply: Apply) -> tuple[jax.Array, jax.Array]:
+    """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
     q_values = jnp.take_along_axis(apply(params, batch.observation), batch.action[:, None].astype(jnp.int32), 1)[:, 0]
     return jnp.mean((q_values - target) ** 2), q_values
 
@@ -239,28 +243,31 @@ def update(
     rows: Rows,
     window: tuple[int, int],
     count: int,
-    *,
     args: Args,
     apply: Apply,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
     """``count`` updates, each on a batch of its own from the ``window`` of rows; returns what the last one lost too."""
 
-    def one(state: TrainState, _: None) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
-        key, sample_key = jax.random.split(state.key)
-        batch = sample(rows, sample_key, window, args.batch_size, args.n_step, args.gamma)
-        (loss, q_values), gradients = jax.value_and_grad(td_loss, has_aux=True)(
-            state.params, state.target_params, batch, apply
-        )
+    def one(state: TrainState, part: tuple[jax.Array, Batch]) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
+        losses, gradients = jax.value_and_grad(td_loss, has_aux=True)(state.params, *part, apply)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(params, state.target_params, optimizer_state, key), (loss, q_values)
+        return state._replace(params=params, optimizer_state=optimizer_state), losses
+
+    def draw(key: jax.Array, size: int) -> tuple[jax.Array, Batch]:
+        batch = sample(rows, key, window, size, args.n_step, args.gamma)
+        return td_target(state.target_params, batch, apply), batch
 
     if jax.default_backend() == "cpu":  # within a loop, its convolutions are thirty times slower
         for _ in range(count):
-            state, losses = one(state, None)
+            key, sample_key = jax.random.split(state.key)
+            state, losses = one(state._replace(key=key), draw(sample_key, args.batch_size))
         return state, losses
-    state, losses = jax.lax.scan(one, state, length=count)
+    # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
+    key, sample_key = jax.random.split(state.key)
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), draw(sample_key, count * args.batch_size))
+    state, losses = jax.lax.scan(one, state._replace(key=key), parts)
     return state, jax.tree.map(lambda value: value[-1], losses)
 
 
@@ -314,8 +321,7 @@ def main(args: Args) -> None:
             # The emulator plays while the network learns: neither of these calls waits for its result.
             updates_due = 0
             if global_step >= args.learning_starts:
-                updates_due = times_due(global_step, next_step, args.train_frequency)
-                if updates_due:
+                if updates_due := times_due(global_step, next_step, args.train_frequency):
                     state, (loss, q_values) = learn(state, replay.rows, replay.window, updates_due)
                     run.last_update = {"loss": loss, "q_values": q_values}
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):

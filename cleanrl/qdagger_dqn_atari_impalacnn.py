@@ -24,10 +24,11 @@ from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.schedules import linear_schedule, times_due
+from cleanrl_utils.schedules import linear_schedule, offline_updates_per_call, times_due
 from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_utils import CudaGraph, available_memory, make_judge, make_q_function, pick_device, save_model
+from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs, half_of_the_threads
+from cleanrl_utils.torch_utils import available_memory, make_judge, make_q_function, pick_device, save_model
 
 
 @dataclass
@@ -70,8 +71,7 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
-    """probability of a sticky action, per frame (the paper: 0.25); by default what the id stands for: 0 for -v4, 0.25
-    for -v5"""
+    """probability of a sticky action, per frame (paper: 0.25); by default what the id stands for: -v4 0, -v5 0.25"""
     total_timesteps: int = 10000000
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
@@ -97,8 +97,7 @@ class Args:
     end_e: float = 0.01
     """epsilon in the end, and of every evaluation"""
     exploration_fraction: float = 0.10
-    """the fraction of `total_timesteps` over which epsilon falls from `start_e` to `end_e`, counted from the first
-    offline update"""
+    """the fraction of `total_timesteps`, from the first offline update on, over which epsilon falls to `end_e`"""
     learning_starts: int = 80000
     """environment steps in the online replay before the first online update"""
     train_frequency: int = 4
@@ -154,9 +153,8 @@ class ConvSequence(nn.Module):
 class QNetwork(nn.Module):
     """The student: the ImpalaCNN of Espeholt et al. (2018). uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
-    def __init__(self, num_actions: int, bf16: bool = False):
+    def __init__(self, num_actions: int):
         super().__init__()
-        self.bf16 = bf16
         self.network = nn.Sequential(
             ConvSequence(4, 16),
             ConvSequence(16, 32),
@@ -169,11 +167,9 @@ class QNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
-            x = x.to(memory_format=torch.channels_last) / 255.0
-            for layer in self.network[:-1]:
-                x = layer(x)
-        return self.network[-1](x.float())  # bfloat16 would round away the differences between actions
+        # bfloat16 holds 0 to 255 exactly: the same numbers as dividing in float32 and rounding, in half the memory.
+        x = x.to(dtype=self.network[0].conv.weight.dtype, memory_format=torch.channels_last) / 255.0
+        return self.network[-1](self.network[:-1](x).float())  # bfloat16 would round away differences of actions
 
 
 class TeacherNetwork(nn.Module):
@@ -195,22 +191,20 @@ class TeacherNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = (x.to(memory_format=torch.channels_last) / 255.0).to(self.network[0].weight.dtype)
+        x = x.to(dtype=self.network[0].weight.dtype, memory_format=torch.channels_last) / 255.0
         return self.network[-1](self.network[:-1](x).float())
 
 
 def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> nn.Module:
-    """The network saved in ``path``: a DQN or a former student, from PyTorch or JAX; ``bf16`` is for its hidden layers.
+    """The network in ``path``: a DQN or a former student, from PyTorch or JAX; ``bf16`` is for its hidden layers.
 
     Raises:
         UserError: the file is no model, or one of a game with another number of actions.
     """
     weights = read_teacher(path, num_actions, env_id)
-    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions, bf16)
+    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
     network.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
-    if bf16:
-        network.network[:-1].to(torch.bfloat16)  # once and for all: unlike a student's weights, a teacher's stay
-    return network
+    return WorkingCopy(network, bf16).network
 
 
 class Batch(NamedTuple):
@@ -257,11 +251,6 @@ class Replay:
     def num_bytes(buffer_size: int, num_actions: int) -> int:
         """Bytes that a replay of this size takes."""
         return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions)
-
-    @property
-    def steps(self) -> int:
-        """Environment steps held."""
-        return min(self.rows_written, self.length) * self.num_envs
 
     def add(
         self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray | torch.Tensor
@@ -327,16 +316,19 @@ class Losses(NamedTuple):
     """float32 (B,), of the actions taken"""
 
 
+@torch.no_grad()
+def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
+    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+
+
 def qdagger_loss(
-    q_network: nn.Module, target_network: nn.Module, batch: Batch, distill_coefficient: float, temperature: float
+    q_network: nn.Module, target: torch.Tensor, batch: Batch, distill_coefficient: float, temperature: float
 ) -> Losses:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = `td_target`
     """
-    with torch.no_grad():
-        bootstrap = target_network(batch.bootstrap_observation).max(dim=1).values
-        target = batch.n_step_return + batch.bootstrap_discount * bootstrap
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
     td_loss = F.mse_loss(q_of_action, target)
@@ -366,28 +358,32 @@ def distill_coefficient_now(
 
 
 def make_update(
-    student: nn.Module, target_network: nn.Module, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
-) -> Callable[[int, int, float, float], tuple[Losses, Batch]]:
-    """One update as a function of sampling window [low, high), λ, learning rate; on a GPU one launch (`cuda_graph`)."""
+    student: WorkingCopy, target: WorkingCopy, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
+) -> Callable[[int, int, float, Sequence[float]], tuple[Losses, Batch]]:
+    """The updates due, as a function of sampling window, λ and learning rates to the last one's losses and batch."""
 
-    def update(low: int, high: int, distill_coefficient: float, learning_rate: float) -> tuple[Losses, Batch]:
-        optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, which reads it at every launch
-        batch = replay.sample(args.batch_size, low, high)
-        losses = qdagger_loss(student, target_network, batch, distill_coefficient, args.temperature)
-        optimizer.zero_grad()
-        losses.loss.backward()
-        optimizer.step()
-        return Losses(*(term.detach() for term in losses)), batch
+    def update(low: int, high: int, distill_coefficient: float, rates: Sequence[float]) -> tuple[Losses, Batch]:
+        # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
+        batches = replay.sample(len(rates) * args.batch_size, low, high)
+        columns = (x.split(args.batch_size) for x in (td_target(target.network, batches), *batches))
+        for learning_rate, y, *batch in zip(rates, *columns, strict=True):
+            optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, which reads it at every launch
+            losses = qdagger_loss(student.network, y, Batch(*batch), distill_coefficient, args.temperature)
+            student.network.zero_grad()
+            losses.loss.backward()
+            student.step(optimizer)
+        return Losses(*(term.detach() for term in losses)), Batch(*batch)
 
     device = replay.frame.device
-    return CudaGraph(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
+    return cuda_graphs(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
 
 
-def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
+@torch.no_grad()
+def update_target(target: WorkingCopy, student: WorkingCopy, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
-    with torch.no_grad():
-        for target, online in zip(target_network.parameters(), q_network.parameters(), strict=True):
-            target.lerp_(online, tau)
+    for parameter, online in zip(target.original.parameters(), student.original.parameters(), strict=True):
+        parameter.lerp_(online, tau)
+    target.refresh()
 
 
 def main(args: Args) -> None:
@@ -407,16 +403,17 @@ def main(args: Args) -> None:
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     rng = np.random.default_rng(args.seed)
-    student = QNetwork(envs.num_actions, bf16).to(device, memory_format=torch.channels_last)
-    target_network = copy.deepcopy(student)
+    q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
+    target_network = copy.deepcopy(q_network)
     cuda_graph = args.cuda_graph and device.type == "cuda"
-    optimizer = torch.optim.Adam(student.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
-    learning_rate_at = functools.partial(linear_schedule, 0.0, args.learning_rate, args.warmup_updates)
-    teacher_q_function = make_q_function(teacher, device, cuda_graph)
-    student_q_function = make_q_function(student, device, cuda_graph)
-    teacher_judge = make_judge(teacher, device, cuda_graph)
-    run.keep(student=ModuleState(student), target_network=ModuleState(target_network))
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
+    run.keep(student=ModuleState(q_network), target_network=ModuleState(target_network))
     run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
+    learning_rate_at = functools.partial(linear_schedule, 0.0, args.learning_rate, args.warmup_updates)
+    student, target = WorkingCopy(q_network, bf16), WorkingCopy(target_network, bf16)
+    teacher_q_function = make_q_function(teacher, device, cuda_graph)
+    student_q_function = make_q_function(student.network, device, cuda_graph)
+    teacher_judge = make_judge(teacher, device, cuda_graph)
 
     # ==================== phase 1: the teacher ====================
     teacher_return = run.evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
@@ -435,39 +432,39 @@ def main(args: Args) -> None:
         # The teacher chooses for one half of the games on half of the cores while the other half is being played.
         teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
         run.reset(teacher_envs)
-        threads = torch.get_num_threads()
-        torch.set_num_threads((threads + 1) // 2)
         epsilon_at = functools.partial(linear_schedule, args.start_e, args.end_e, args.teacher_steps)
         rollout = teacher_envs.rollout(teacher_q_function, lambda: epsilon_at(run.done - args.num_envs), rng)
-        for _ in run.steps(replay.length * args.num_envs, args.num_envs, "teacher data", "step"):
-            played = next(rollout)
-            replay.add(*played)
-            run.show_return(score for score, _ in played.step.games)
-        torch.set_num_threads(threads)
+        with half_of_the_threads():
+            for _ in run.steps(replay.length * args.num_envs, args.num_envs, "teacher data", "step"):
+                played = next(rollout)
+                replay.add(*played)
+                run.show_return(score for score, _ in played.step.games)
         teacher_envs.close()
         writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
         run.end_phase(3)
 
     # ==================== phase 3: offline ====================
     if run.phase == 3:
-        update = make_update(student, target_network, optimizer, replay, args)
+        update = make_update(student, target, optimizer, replay, args)
 
         def evaluate_if_due(global_step: int) -> None:
             name = f"offline {global_step}"
             due = global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps
             if due and global_step > 0 and name not in run.results:
-                save_model(student, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
+                save_model(q_network, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
                 offline_return = run.evaluate(name, student_q_function, args.eval_episodes)
                 writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
                 run.show_return([offline_return])
 
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
-        for updates in run.steps(args.offline_steps, 1, "offline", "update"):
-            global_step = updates + 1
-            losses, batch = update(*replay.window, args.distill_coefficient, learning_rate_at(global_step))
+        count = 1 if device.type == "cpu" else offline_updates_per_call(args)
+        for updates in run.steps(args.offline_steps, count, "offline", "update"):
+            global_step = updates + count
+            rates = [learning_rate_at(n + 1) for n in range(updates, global_step)]
+            losses, batch = update(*replay.window, args.distill_coefficient, rates)
             run.last_update = losses._asdict() | batch._asdict()
             if global_step % args.target_network_frequency == 0:
-                update_target(target_network, student, args.tau)
+                update_target(target, student, args.tau)
             if global_step % 100 == 0:
                 run.check_learning()
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
@@ -483,28 +480,27 @@ def main(args: Args) -> None:
     if run.phase == 4:
         replay = Replay(args.buffer_size, envs.num_actions, args, device)
         run.keep_replay("online", ReplayState(replay))
-        update = make_update(student, target_network, optimizer, replay, args)
+        update = make_update(student, target, optimizer, replay, args)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
         run.state.setdefault("updates", args.offline_steps)
+        exploration_steps = args.exploration_fraction * args.total_timesteps
         for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
             global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
-            epsilon = linear_schedule(
-                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-            )
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
             # The emulator plays while the teacher judges what it has shown and the student learns.
             teacher_q_values, updates_due = teacher_judge(observation), 0
             if online_step >= args.learning_starts:
-                updates_due = times_due(online_step, next_step, args.train_frequency)
-                for _ in range(updates_due):
-                    run.state["updates"] += 1
-                    losses, batch = update(*replay.window, distill_coefficient, learning_rate_at(run.state["updates"]))
+                if updates_due := times_due(online_step, next_step, args.train_frequency):
+                    rates = [learning_rate_at(run.state["updates"] + i + 1) for i in range(updates_due)]
+                    losses, batch = update(*replay.window, distill_coefficient, rates)
                     run.last_update = losses._asdict() | batch._asdict()
+                    run.state["updates"] += updates_due
                 for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
-                    update_target(target_network, student, args.tau)
+                    update_target(target, student, args.tau)
 
             step = envs.recv()
             replay.add(observation, action, step, teacher_q_values)
@@ -538,7 +534,7 @@ def main(args: Args) -> None:
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
     if run.phase == 5:
         if args.save_model:
-            save_model(student, model_path)
+            save_model(q_network, model_path)
             print(f"model saved to {model_path}")
         run.evaluate("online", student_q_function, args.eval_episodes)
         for i, episodic_return in enumerate(run.results["online"]):

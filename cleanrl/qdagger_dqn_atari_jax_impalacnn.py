@@ -4,7 +4,6 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_func
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.schedules import linear_schedule, times_due
+from cleanrl_utils.schedules import linear_schedule, offline_updates_per_call, times_due
 from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 
 
@@ -66,8 +65,7 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
-    """probability of a sticky action, per frame (the paper: 0.25); by default what the id stands for: 0 for -v4, 0.25
-    for -v5"""
+    """probability of a sticky action, per frame (paper: 0.25); by default what the id stands for: -v4 0, -v5 0.25"""
     total_timesteps: int = 10000000
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
@@ -93,8 +91,7 @@ class Args:
     end_e: float = 0.01
     """epsilon in the end, and of every evaluation"""
     exploration_fraction: float = 0.10
-    """the fraction of `total_timesteps` over which epsilon falls from `start_e` to `end_e`, counted from the first
-    offline update"""
+    """the fraction of `total_timesteps`, from the first offline update on, over which epsilon falls to `end_e`"""
     learning_starts: int = 80000
     """environment steps in the online replay before the first online update"""
     train_frequency: int = 4
@@ -287,10 +284,8 @@ def transitions(rows: Rows, row: jax.Array, env: jax.Array, n_step: int, gamma: 
         stacked, in_game = stack_rows(row, rows.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
         return rows.frame[stacked % length, envs] * in_game[:, :, None, None]
 
-    slot = row % length
-    return Batch(
-        stack(row), rows.action[slot, env], returns, stack(row + steps), discount, rows.teacher_q_values[slot, env]
-    )
+    at = row % length, env
+    return Batch(stack(row), rows.action[at], returns, stack(row + steps), discount, rows.teacher_q_values[at])
 
 
 def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float) -> Batch:
@@ -317,15 +312,19 @@ class Losses(NamedTuple):
     """float32 (B,), of the actions taken"""
 
 
+def td_target(target_params: Params, batch: Batch, apply: Apply) -> jax.Array:
+    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
+    return batch.n_step_return + batch.bootstrap_discount * bootstrap
+
+
 def qdagger_loss(
-    params: Params, target_params: Params, batch: Batch, distill_coefficient: float, temperature: float, apply: Apply
+    params: Params, target: jax.Array, batch: Batch, distill_coefficient: float, temperature: float, apply: Apply
 ) -> tuple[jax.Array, Losses]:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = `td_target`
     """
-    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
-    target = batch.n_step_return + batch.bootstrap_discount * bootstrap
     q_values = apply(params, batch.observation)
     q_of_action = jnp.take_along_axis(q_values, batch.action[:, None].astype(jnp.int32), 1)[:, 0]
     td_loss = jnp.mean((q_of_action - target) ** 2)
@@ -351,28 +350,33 @@ def update(
     window: tuple[int, int],
     distill_coefficient: float,
     count: int,
-    *,
     args: Args,
     apply: Apply,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Losses]:
     """``count`` updates, each on a batch of its own from the ``window`` of rows; returns the last one's losses too."""
 
-    def one(state: TrainState, _: None) -> tuple[TrainState, Losses]:
-        key, sample_key = jax.random.split(state.key)
-        batch = sample(rows, sample_key, window, args.batch_size, args.n_step, args.gamma)
+    def one(state: TrainState, part: tuple[jax.Array, Batch]) -> tuple[TrainState, Losses]:
         gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
-            state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
+            state.params, *part, distill_coefficient, args.temperature, apply
         )
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(params, state.target_params, optimizer_state, key), losses
+        return state._replace(params=params, optimizer_state=optimizer_state), losses
+
+    def draw(key: jax.Array, size: int) -> tuple[jax.Array, Batch]:
+        batch = sample(rows, key, window, size, args.n_step, args.gamma)
+        return td_target(state.target_params, batch, apply), batch
 
     if jax.default_backend() == "cpu":  # within a loop, its convolutions are thirty times slower
         for _ in range(count):
-            state, losses = one(state, None)
+            key, sample_key = jax.random.split(state.key)
+            state, losses = one(state._replace(key=key), draw(sample_key, args.batch_size))
         return state, losses
-    state, losses = jax.lax.scan(one, state, length=count)
+    # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
+    key, sample_key = jax.random.split(state.key)
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), draw(sample_key, count * args.batch_size))
+    state, losses = jax.lax.scan(one, state._replace(key=key), parts)
     return state, jax.tree.map(lambda value: value[-1], losses)
 
 
@@ -464,9 +468,7 @@ def main(args: Args) -> None:
                 run.show_return([offline_return])
 
         evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
-        # A GPU is through with an update before it is asked for the next: there, as many go into one call as may.
-        due = args.target_network_frequency, args.offline_eval_frequency, args.offline_steps
-        count = 1 if on_cpu else math.gcd(20, *due)
+        count = 1 if on_cpu else offline_updates_per_call(args)
         for updates in run.steps(args.offline_steps, count, "offline", "update"):
             global_step = updates + count
             state, losses = learn(state, replay.rows, replay.window, args.distill_coefficient, count)
@@ -491,18 +493,16 @@ def main(args: Args) -> None:
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
+        exploration_steps = args.exploration_fraction * args.total_timesteps
         for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
             global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
-            epsilon = linear_schedule(
-                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-            )
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
             # The emulator plays while the teacher judges what it showed and the student learns; on a GPU no call waits.
             teacher_q_values, updates_due = teacher_apply(teacher_params, observation), 0
             if online_step >= args.learning_starts:
-                updates_due = times_due(online_step, next_step, args.train_frequency)
-                if updates_due:
+                if updates_due := times_due(online_step, next_step, args.train_frequency):
                     state, losses = learn(state, replay.rows, replay.window, distill_coefficient, updates_due)
                     run.last_update = losses._asdict()
                 for _ in range(times_due(online_step, next_step, args.target_network_frequency)):

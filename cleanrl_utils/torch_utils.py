@@ -1,8 +1,7 @@
-"""What the PyTorch scripts share: device, memory, CUDA graphs, a network as a function of NumPy arrays, saving."""
+"""What the PyTorch scripts share: device, memory, networks as functions of NumPy arrays, saving."""
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from cleanrl_utils.checks import available_host_memory
 from cleanrl_utils.evaluation import QFunction
 from cleanrl_utils.memory import keep_freed_memory
 from cleanrl_utils.runs import atomic_write
+from cleanrl_utils.torch_speed import cuda_graphs
 
 
 def pick_device(cuda: bool, bf16: bool) -> tuple[torch.device, bool]:
@@ -32,51 +32,6 @@ def available_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_memory()
 
 
-class CudaGraph:
-    """A function as one launch: a GPU runs its hundreds of small kernels faster than Python can launch each of them.
-
-    The first calls run as they are, since libraries and optimizers set themselves up in them; then the function is
-    recorded, and from there on only its kernels run. They give the same numbers, random ones included.
-
-    Args:
-        function: of tensors on ``device``; returns others, which later calls write over. It must not wait for the GPU.
-        device: the GPU.
-        generator: the source of its random numbers, if it is not PyTorch's own.
-    """
-
-    CALLS_BEFORE = 3
-
-    def __init__(self, function: Callable[..., Any], device: torch.device, generator: torch.Generator | None = None):
-        self.function, self.device = function, device
-        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        if generator is not None:
-            self.graph.register_generator_state(generator)  # or every replay would draw the same numbers
-        self.calls = 0
-
-    def __call__(self, *inputs: float | np.ndarray) -> Any:
-        """The function of ``inputs``, which it gets as tensors: numbers, or arrays of the same shape at every call."""
-        self.calls += 1
-        if self.calls <= self.CALLS_BEFORE + 1:
-            self.inputs = [torch.as_tensor(value, device=self.device) for value in inputs]
-        if self.calls <= self.CALLS_BEFORE:
-            # Not on the default stream, with which nothing that is recorded later may have to do.
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                result = self.function(*self.inputs)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return result
-        if self.calls == self.CALLS_BEFORE + 1:
-            with torch.cuda.graph(self.graph, stream=self.stream):
-                self.result = self.function(*self.inputs)
-        for tensor, value in zip(self.inputs, inputs, strict=True):
-            if isinstance(value, np.ndarray):
-                tensor.copy_(torch.from_numpy(value), non_blocking=True)
-            else:
-                tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
-        self.graph.replay()
-        return self.result
-
-
 def make_judge(network: nn.Module, device: torch.device, graph: bool = False) -> Callable[[np.ndarray], torch.Tensor]:
     """The network as a function from uint8 (B, 4, 84, 84) arrays to float32 (B, num_actions) tensors on ``device``.
 
@@ -91,16 +46,14 @@ def make_judge(network: nn.Module, device: torch.device, graph: bool = False) ->
 
     if not graph:
         return judge
-    graphs: dict[int, CudaGraph] = {}
+    graphs = cuda_graphs(judge, device)
 
     def graphed(observation: np.ndarray) -> torch.Tensor:
         batch = len(observation)
         # Games of an evaluation end one by one: powers of two keep the number of graphs down.
         padded = np.zeros((1 << (batch - 1).bit_length(), *observation.shape[1:]), np.uint8)
         padded[:batch] = observation
-        if len(padded) not in graphs:
-            graphs[len(padded)] = CudaGraph(judge, device)
-        return graphs[len(padded)](padded)[:batch]
+        return graphs(padded)[:batch]
 
     return graphed
 

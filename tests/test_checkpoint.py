@@ -41,6 +41,7 @@ from cleanrl_utils.jax_checkpoint import TreeState
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.runs import EventWriter
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
+from cleanrl_utils.torch_speed import WorkingCopy
 
 REPO = Path(__file__).parent.parent
 
@@ -981,9 +982,9 @@ def test_poisoned_state_is_never_saved(teacher: Path, tmp_path: Path, no_games: 
     with pytest.MonkeyPatch.context() as patch:
         move = qdagger.update_target
 
-        def poison(target: torch.nn.Module, online: torch.nn.Module, tau: float) -> None:
+        def poison(target: WorkingCopy, online: WorkingCopy, tau: float) -> None:
             move(target, online, tau)
-            next(iter(target.parameters())).data[0, 0, 0, 0] = torch.inf
+            next(iter(target.original.parameters())).data[0, 0, 0, 0] = torch.inf
 
         patch.setattr(qdagger, "update_target", poison)
         signal_at(3, 31, patch)

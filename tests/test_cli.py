@@ -320,6 +320,7 @@ class Update(NamedTuple):
 
     student: torch.nn.Module
     target_network: torch.nn.Module
+    target: torch.Tensor
     batch: qdagger.Batch
     distill_coefficient: float
     temperature: float
@@ -332,12 +333,18 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
     Adam by the book (Kingma & Ba, 2015, algorithm 1) in float64, on gradients of the loss that test_update.py checks.
     """
     updates: list[Update] = []
-    loss = qdagger.qdagger_loss
+    target_networks: list[torch.nn.Module] = []
+    loss, td_target = qdagger.qdagger_loss, qdagger.td_target
 
-    def record(student: torch.nn.Module, target_network: torch.nn.Module, *rest: Any) -> qdagger.Losses:
-        updates.append(Update(copy.deepcopy(student), copy.deepcopy(target_network), *rest))
-        return loss(student, target_network, *rest)
+    def record_target(target_network: torch.nn.Module, batch: qdagger.Batch) -> torch.Tensor:
+        target_networks.append(copy.deepcopy(target_network))
+        return td_target(target_network, batch)
 
+    def record(student: torch.nn.Module, *rest: Any) -> qdagger.Losses:
+        updates.append(Update(copy.deepcopy(student), target_networks[-1], *rest))
+        return loss(student, *rest)
+
+    monkeypatch.setattr(qdagger, "td_target", record_target)
     monkeypatch.setattr(qdagger, "qdagger_loss", record)
     monkeypatch.chdir(tmp_path)
     args = tiny(
@@ -351,7 +358,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
         train_frequency=4,
         tau=0.3,
         learning_rate=1e-3,
-        warmup_updates=9,
+        warmup_updates=12,
         temperature=0.7,
         distill_coefficient=0.6,
         gamma=0.9,
@@ -387,15 +394,16 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
         assert len(update.batch.action) == args.batch_size
         for moved, target in zip(update.target_network.parameters(), target_parameters, strict=True):
             np.testing.assert_allclose(moved.detach().numpy(), target, rtol=0, atol=1e-6)
+        torch.testing.assert_close(update.target, td_target(update.target_network, update.batch))
         if number == len(updates):
             break
-        loss(*update).loss.backward()
+        loss(update.student, *update[2:]).loss.backward()
         after = updates[number].student.parameters()
         for (m, v), parameter, new in zip(moments, update.student.parameters(), after, strict=True):
             gradient = parameter.grad.double().numpy()
             m += (1 - 0.9) * (gradient - m)
             v += (1 - 0.999) * (gradient**2 - v)
-            step = 1e-3 * min(number / 9, 1) * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
+            step = 1e-3 * min(number / 12, 1) * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
             change = new.detach().double().numpy() - parameter.detach().double().numpy()
             np.testing.assert_allclose(change, -step, rtol=1e-3, atol=1e-6)
 

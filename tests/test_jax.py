@@ -147,15 +147,15 @@ def assert_same_gradient(network: torch.nn.Module, gradients: Params) -> None:
 def check_qdagger_loss(batch: dict[str, np.ndarray], weight: float, temperature: float) -> None:
     """Loss terms to 1e-5, every leaf of the gradient to 1e-4 of its length."""
     student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (2, 3))
+    apply = qdagger_jax.QNetwork(A).apply
+    torch_side, jax_side = torch_batch(qdagger, batch), jax_batch(qdagger_jax, batch)
+    target = jax.jit(qdagger_jax.td_target, static_argnums=2)(to_jax(target_network), jax_side, apply)
     gradients, losses = jax.jit(jax.grad(qdagger_jax.qdagger_loss, has_aux=True), static_argnums=5)(
-        to_jax(student),
-        to_jax(target_network),
-        jax_batch(qdagger_jax, batch),
-        weight,
-        temperature,
-        qdagger_jax.QNetwork(A).apply,
+        to_jax(student), target, jax_side, weight, temperature, apply
     )
-    expected = qdagger.qdagger_loss(student, target_network, torch_batch(qdagger, batch), weight, temperature)
+    torch_target = qdagger.td_target(target_network, torch_side)
+    np.testing.assert_allclose(target, torch_target.numpy(), rtol=1e-5, atol=1e-5)
+    expected = qdagger.qdagger_loss(student, torch_target, torch_side, weight, temperature)
     expected.loss.backward()
     for name in ("loss", "td_loss", "distill_loss"):
         assert getattr(losses, name).item() == pytest.approx(getattr(expected, name).item(), rel=1e-5), name
@@ -183,11 +183,13 @@ def test_qdagger_gradient_where_a_pool_has_many_maxima() -> None:
 def test_dqn_loss_and_gradient() -> None:
     """The same of the DQN scripts."""
     online, target_network = (spread(dqn_atari.QNetwork(A), seed) for seed in (5, 6))
-    batch = make_batch(7)
-    loss, q_values = dqn_atari.td_loss(online, target_network, torch_batch(dqn_atari, batch))
+    batch, apply = make_batch(7), dqn_atari_jax.QNetwork(A).apply
+    torch_side, jax_side = torch_batch(dqn_atari, batch), jax_batch(dqn_atari_jax, batch)
+    loss, q_values = dqn_atari.td_loss(online, dqn_atari.td_target(target_network, torch_side), torch_side)
     loss.backward()
+    target = dqn_atari_jax.td_target(to_jax(target_network), jax_side, apply)
     (twin_loss, twin_q_values), gradients = jax.value_and_grad(dqn_atari_jax.td_loss, has_aux=True)(
-        to_jax(online), to_jax(target_network), jax_batch(dqn_atari_jax, batch), dqn_atari_jax.QNetwork(A).apply
+        to_jax(online), target, jax_side, apply
     )
     assert twin_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     np.testing.assert_allclose(twin_q_values, q_values.detach().numpy(), rtol=1e-4, atol=1e-5)
@@ -199,9 +201,12 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]])
     teacher_q = jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
     batch = qdagger_jax.Batch(jnp.arange(2), jnp.array([0, 1]), jnp.zeros(2), jnp.arange(2), jnp.zeros(2), teacher_q)
-    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(
-        q, q, batch, 1.0, 0.1, lambda q, state: q[state]
-    )
+
+    def look_up(q: jax.Array, state: jax.Array) -> jax.Array:
+        return q[state]
+
+    target = qdagger_jax.td_target(q, batch, look_up)
+    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(q, target, batch, 1.0, 0.1, look_up)
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)
     assert jnp.isfinite(gradient).all()
 
@@ -210,7 +215,7 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
 def test_updates_are_adams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three updates in one call leave the weights that three of PyTorch leave; the target network stays.
 
-    On a GPU the updates are a scan, which must come out the same.
+    On a GPU they are a scan over batches that are drawn at once, which must come out the same.
     """
     batches = [make_batch(seed, 2) for seed in (11, 12, 13)]
     student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (14, 15))
@@ -220,8 +225,10 @@ def test_updates_are_adams(backend: str, monkeypatch: pytest.MonkeyPatch) -> Non
     state = qdagger_jax.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.key(0))
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(jax_batch(qdagger_jax, batch) for batch in batches))
 
-    def sample(replay: Any, key: jax.Array, *rest: Any) -> qdagger_jax.Batch:
-        """The batches one after the other."""
+    def sample(rows: Any, key: jax.Array, window: Any, size: int, *rest: Any) -> qdagger_jax.Batch:
+        """All batches at once, or one after the other."""
+        if size > 2:
+            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
         return jax.tree.map(lambda x: x[number(key)], stacked)
 
     # The chain of keys tells a traced update which one it is.
@@ -236,13 +243,14 @@ def test_updates_are_adams(backend: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(qdagger_jax, "sample", sample)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    args = qdagger_jax.Args(temperature=0.5)
+    args = qdagger_jax.Args(temperature=0.5, batch_size=2)
     learn = functools.partial(qdagger_jax.update, args=args, apply=network.apply, optimizer=optimizer)
     state, losses = jax.jit(learn, static_argnums=4)(state, None, (0, 1), 0.7, 3)
 
     adam = torch.optim.Adam(student.parameters(), lr=1e-3)
     for batch in batches:
-        expected = qdagger.qdagger_loss(student, target_network, torch_batch(qdagger, batch), 0.7, 0.5)
+        torch_side = torch_batch(qdagger, batch)
+        expected = qdagger.qdagger_loss(student, qdagger.td_target(target_network, torch_side), torch_side, 0.7, 0.5)
         adam.zero_grad()
         expected.loss.backward()
         adam.step()

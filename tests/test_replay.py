@@ -57,7 +57,7 @@ class TorchReplay:
     @property
     def steps(self) -> int:
         """Environment steps held."""
-        return self.replay.steps
+        return min(self.replay.rows_written, self.replay.length) * self.replay.num_envs
 
     def sample(self, batch_size: int) -> Arrays:
         """Transitions that the replay draws."""
@@ -94,10 +94,6 @@ class JaxReplay(TorchReplay):
 
     def make(self, flags: dict[str, int | float]) -> dqn_atari_jax.Replay:
         return dqn_atari_jax.Replay(flags["buffer_size"], dqn_atari_jax.Args(**flags))
-
-    @property
-    def steps(self) -> int:
-        return min(self.replay.rows_written, self.replay.length) * self.replay.num_envs
 
     def batch(self, row: np.ndarray, env: np.ndarray) -> Arrays:
         size = 64 * (1 + (len(row) - 1) // 64)  # few different shapes to compile for

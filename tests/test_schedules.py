@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleanrl_utils.torch_speed import WorkingCopy
+
 scores = st.one_of(st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6))
 games = st.lists(scores, min_size=10, max_size=30)
 coefficients = st.floats(0, 10)
@@ -137,6 +139,14 @@ def test_due_at_the_end_of_its_interval(every: int, times: int, stride: int) -> 
     assert qdagger.times_due(multiple, multiple + min(stride, every) - 1, every) == 0
 
 
+@given(st.lists(st.integers(1, 10**6).map(lambda n: n * 10) | st.integers(1, 100), min_size=3, max_size=3))
+def test_offline_updates_per_call(every: list[int]) -> None:
+    """As many as 20, and never past a copy of the target network, an evaluation, a log entry or the end."""
+    names = "target_network_frequency", "offline_eval_frequency", "offline_steps"
+    count = qdagger.offline_updates_per_call(qdagger.Args(**dict(zip(names, every, strict=True))))
+    assert count == max(n for n in (1, 2, 4, 5, 10, 20) if not any(interval % n for interval in (100, *every)))
+
+
 # ==================== target network ====================
 
 
@@ -144,8 +154,11 @@ def test_due_at_the_end_of_its_interval(every: int, times: int, stride: int) -> 
 def test_target_network_moves_by_tau(tau: float) -> None:
     """tau 1 copies, bit for bit; anything less goes that share of the way; the online network stays where it is."""
     online, target = qdagger.QNetwork(4), qdagger.QNetwork(4)
+    copy_of_target = WorkingCopy(target, bf16=True)
     before, online_before = copy.deepcopy(target.state_dict()), copy.deepcopy(online.state_dict())
-    qdagger.update_target(target, online, tau)
+    qdagger.update_target(copy_of_target, WorkingCopy(online, bf16=True), tau)
+    for rounded, value in zip(copy_of_target.network.parameters(), target.parameters(), strict=True):
+        assert torch.equal(rounded, value.to(rounded.dtype))
     for key, value in target.state_dict().items():
         expected = (1 - tau) * before[key].double() + tau * online_before[key].double()
         if tau in (0.0, 1.0):

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cleanrl_utils.atari import Step
-from cleanrl_utils.torch_utils import CudaGraph, make_q_function
+from cleanrl_utils.torch_speed import CudaGraph, WorkingCopy, cuda_graphs
+from cleanrl_utils.torch_utils import make_q_function
 
 Weights = dict[str, np.ndarray]
 """A state dict in float64"""
@@ -237,16 +238,39 @@ def test_forward(network_class: type[torch.nn.Module], reference: object, channe
 def test_bfloat16_stays_close(network_class: type[torch.nn.Module]) -> None:
     """Hidden layers are rounded to 8 bits, Q-values are not: they would come in steps of 1/256 of their size."""
     exact = network_class(6)
-    rounded = network_class(6, bf16=True)
-    rounded.load_state_dict(exact.state_dict())
+    rounded = WorkingCopy(exact, bf16=True).network
     observation = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (4, 4, 84, 84), dtype=np.uint8))
     expected, q_values = exact(observation), rounded(observation)
     assert q_values.dtype == torch.float32
     assert not torch.equal(q_values, expected), "bf16=True computes in float32"
     assert not torch.equal(q_values, q_values.bfloat16().float()), "the last layer is rounded to bfloat16"
     torch.testing.assert_close(q_values, expected, rtol=0, atol=0.02 * expected.abs().max().item())
-    q_values.sum().backward()
-    assert all(parameter.grad.dtype == torch.float32 for parameter in rounded.parameters())
+
+
+@pytest.mark.parametrize("network_class", [qdagger.QNetwork, dqn_atari.QNetwork])
+def test_working_copy_learns_as_autocast_does(network_class: type[torch.nn.Module]) -> None:
+    """The same Q-values and the same float32 weights, to the last bit, step by step."""
+    network = network_class(6).to(memory_format=torch.channels_last)
+    cast = copy.deepcopy(network)
+    working, rng = WorkingCopy(network, bf16=True), np.random.default_rng(3)
+    optimizer, other = (torch.optim.Adam(x.parameters(), lr=1e-3, fused=True) for x in (network, cast))
+    for _ in range(4):
+        observation = torch.from_numpy(rng.integers(0, 256, (3, 4, 84, 84), dtype=np.uint8))
+        target = torch.from_numpy(rng.normal(size=(3, 6)).astype(np.float32))
+        q_values = working.network(observation)
+        working.network.zero_grad()
+        torch.nn.functional.mse_loss(q_values, target).backward()
+        working.step(optimizer)
+
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = cast.network[:-1](observation.to(memory_format=torch.channels_last) / 255.0)
+        expected = cast.network[-1](hidden.float())
+        other.zero_grad()
+        torch.nn.functional.mse_loss(expected, target).backward()
+        other.step()
+        assert torch.equal(q_values, expected)
+        for (name, a), b in zip(network.named_parameters(), cast.parameters(), strict=True):
+            assert torch.equal(a, b), name
 
 
 # ==================== loss and its gradient at the Q-values ====================
@@ -284,7 +308,7 @@ def test_loss_and_its_gradient(
     td, kl = reference_losses(q[state], action, target, teacher_q, temperature)
 
     table = Table(q.copy())
-    losses = qdagger.qdagger_loss(table, table, batch, weight, temperature)
+    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, weight, temperature)
     np.testing.assert_allclose(losses.td_loss.item(), td, rtol=1e-10)
     np.testing.assert_allclose(losses.distill_loss.item(), kl, rtol=1e-8, atol=1e-12)
     np.testing.assert_allclose(losses.loss.item(), td + weight * kl, rtol=1e-8, atol=1e-12)
@@ -297,7 +321,8 @@ def test_loss_and_its_gradient(
     bootstrap_q = rng.normal(scale=scale, size=q.shape)
     dqn_table, dqn_target = Table(q.copy()), Table(bootstrap_q)
     target = td_target(batch, bootstrap_q[next_state])
-    loss, taken = dqn_atari.td_loss(dqn_table, dqn_target, dqn_atari.Batch(*batch[:5]))
+    dqn_batch = dqn_atari.Batch(*batch[:5])
+    loss, taken = dqn_atari.td_loss(dqn_table, dqn_atari.td_target(dqn_target, dqn_batch), dqn_batch)
     td, _ = reference_losses(q[state], action, target, teacher_q, temperature)
     np.testing.assert_allclose(loss.item(), td, rtol=1e-10)
     np.testing.assert_array_equal(taken.detach().numpy(), q[state, action])
@@ -328,7 +353,7 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     zeros = torch.zeros(2, dtype=torch.float64)
     teacher_q = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]], dtype=torch.float64)
     batch = qdagger.Batch(torch.arange(2), torch.tensor([0, 1]), zeros, torch.arange(2), zeros, teacher_q)
-    losses = qdagger.qdagger_loss(table, table, batch, 1.0, 0.1)
+    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, 1.0, 0.1)
     losses.loss.backward()
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # one row: certain of an action 5e3 below; one: 0
     assert torch.isfinite(table.q_values.grad).all()
@@ -350,7 +375,7 @@ def test_losses_in_float32(weight: float, temperature: float) -> None:
     td, kl = reference_losses(
         q, batch.action.numpy(), target, batch.teacher_q_values.numpy().astype(float), temperature
     )
-    losses = qdagger.qdagger_loss(student, target_network, batch, weight, temperature)
+    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, weight, temperature)
     assert losses.td_loss.item() == pytest.approx(td, rel=1e-5)
     assert losses.distill_loss.item() == pytest.approx(kl, rel=1e-5)
     assert losses.loss.item() == pytest.approx(td + weight * kl, rel=1e-5)
@@ -366,7 +391,7 @@ def test_gradient_of_every_parameter() -> None:
     student = spread(qdagger.QNetwork(4), seed=20)
     target_network = spread(qdagger.QNetwork(4), seed=21)
     batch = make_batch(rng, 3, 4, torch.float64)
-    losses = qdagger.qdagger_loss(student, target_network, batch, 0.7, 0.5)
+    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, 0.7, 0.5)
     losses.loss.backward()
 
     weights, action, teacher_q = float64_weights(student), batch.action.numpy(), batch.teacher_q_values.numpy()
@@ -399,7 +424,7 @@ def test_only_the_student_learns() -> None:
     batch = batch._replace(teacher_q_values=torch.from_numpy(teacher_q_values))
     before = [copy.deepcopy(network.state_dict()) for network in (student, target_network, teacher)]
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
-    qdagger.qdagger_loss(student, target_network, batch, 1.0, 0.1).loss.backward()
+    qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, 1.0, 0.1).loss.backward()
     optimizer.step()
     assert all(parameter.grad is not None for parameter in student.parameters())
     assert all(parameter.grad is None for network in (target_network, teacher) for parameter in network.parameters())
@@ -467,16 +492,17 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def learner(script: Any, device: torch.device) -> tuple[Callable, Any, torch.nn.Module]:
-    """A script's update with a small replay, the replay, and the network that learns."""
+def learner(script: Any, device: torch.device, bf16: bool) -> tuple[Callable, Any, torch.nn.Module]:
+    """A script's updates with a small replay, the replay, and the network that learns."""
     args = script.Args(num_envs=2, n_step=3, batch_size=8, cuda_graph=False)
     rng = np.random.default_rng(7)
     torch.manual_seed(7)
     replay = script.Replay(*((60, 6, args) if script is qdagger else (args,)), device)
     student, target_network = (script.QNetwork(6).to(device) for _ in range(2))
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-3, fused=True, capturable=device.type == "cuda")
+    copies = (WorkingCopy(network, bf16) for network in (student, target_network))
     return (
-        script.make_update(student, target_network, optimizer, replay, args),
+        script.make_update(*copies, optimizer, replay, args),
         SimpleNamespace(replay=replay, add=lambda: add_random_row(script, replay, rng)),
         student,
     )
@@ -497,28 +523,31 @@ def add_random_row(script: Any, replay: Any, rng: np.random.Generator) -> None:
     replay.add(*row, teacher_q_values) if script is qdagger else replay.add(*row)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("script", [qdagger, dqn_atari])
-def test_graph_and_plain_updates_are_the_same(script: Any, graphs: list[Recording]) -> None:
-    """Every update gives the same losses, batches and weights, to the last bit.
+def test_graph_and_plain_updates_are_the_same(script: Any, bf16: bool, graphs: list[Recording]) -> None:
+    """All updates give the same losses, batches and weights, to the last bit, whether one or two are due.
 
     Meanwhile the replay grows, λ falls and the learning rate rises, by numbers that float32 holds exactly.
     """
     device = torch.device("cpu")
-    (plain, plain_side, student), (function, side, graph_student) = (learner(script, device) for _ in range(2))
-    graphed = CudaGraph(function, device, side.replay.generator)
+    (plain, plain_side, student), (function, side, graph_student) = (learner(script, device, bf16) for _ in range(2))
+    graphed = cuda_graphs(function, device, side.replay.generator)
     for _ in range(8):
         plain_side.add(), side.add()
-    for i in range(9):
+    for i in range(14):
         plain_side.add(), side.add()
-        changing = (1 - i / 10, 2**-13 * (i + 1)) if script is qdagger else ()
-        expected = plain(*plain_side.replay.window, *changing)
-        got = graphed(*side.replay.window, *changing)
+        count = 1 + i % 2
+        changing = (1 - i / 16, [2**-13 * (i + 1), 2**-12][:count]) if script is qdagger else ()
+        fixed = {} if script is qdagger else {"count": count}
+        expected = plain(*plain_side.replay.window, *changing, **fixed)
+        got = graphed(*side.replay.window, *changing, **fixed)
         for a, b in zip(torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(got), strict=True):
             assert not a.requires_grad
             assert torch.equal(a, b), i
         for a, b in zip(student.parameters(), graph_student.parameters(), strict=True):
             assert torch.equal(a, b), i
-    assert [graph.replays for graph in graphs] == [9 - CudaGraph.CALLS_BEFORE]
+    assert [graph.replays for graph in graphs] == 2 * [7 - CudaGraph.CALLS_BEFORE]
 
 
 def test_graphs_of_a_network(graphs: list[Recording]) -> None:
