@@ -22,7 +22,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import StridedConv, fast_dtype, first_params, max_pool
+from cleanrl_utils.jax_layers import DenseInFloat32, StridedConv, fast_dtype, first_params, max_pool
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
@@ -172,8 +172,8 @@ class TeacherNetwork(nn.Module):
         x = x.transpose(0, 2, 3, 1) / 255.0
         for i, (channels, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
             x = nn.relu(StridedConv(channels, size, stride, self.dtype, name=f"Conv_{i}")(x))
-        x = nn.relu(nn.Dense(512, dtype=x.dtype)(x.reshape(x.shape[0], -1)))  # on a CPU float32 is faster, and x is
-        return nn.Dense(self.num_actions)(x.astype(jnp.float32))
+        x = nn.relu(DenseInFloat32(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        return nn.Dense(self.num_actions)(x)
 
 
 def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> tuple[nn.Module, Params]:
@@ -184,8 +184,8 @@ def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) 
     """
     weights = read_teacher(path, num_actions, env_id)
     nature = architecture_of(weights) == "nature"
-    network_class = TeacherNetwork if nature else QNetwork
-    return network_class(num_actions, fast_dtype(bf16, products=nature)), params_of(weights)
+    dtype = fast_dtype(bf16, products=nature)
+    return (TeacherNetwork if nature else QNetwork)(num_actions, dtype), params_of(weights, dtype)
 
 
 class Batch(NamedTuple):

@@ -22,6 +22,15 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
     return np.where(rng.random(batch) < epsilon, random, q_values.argmax(axis=1))
 
 
+def pad_to_power_of_two(observation: np.ndarray) -> np.ndarray:
+    """``observation``, uint8 (B, 4, 84, 84), with as many black ones behind as make B a power of two.
+
+    Games end one by one: this keeps down how many batch sizes something is compiled for.
+    """
+    missing = (1 << (len(observation) - 1).bit_length()) - len(observation)
+    return np.pad(observation, [(0, missing), (0, 0), (0, 0), (0, 0)]) if missing else observation
+
+
 def play_games(
     q_function: QFunction | None,
     env_id: str,

@@ -1,6 +1,7 @@
 """Layers that are fast on a CPU, what they compute in, and PyTorch's first weights."""
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,12 @@ class StridedConv(nn.Module):
         # Each block has been multiplied by all of the kernel's; a window sums what its own blocks give at their places.
         below, right = rows - blocks + 1, columns - blocks + 1
         return bias + sum(products[:, i : i + below, j : j + right, i, j] for i in range(blocks) for j in range(blocks))
+
+
+DenseInFloat32 = functools.partial(
+    nn.Dense, dot_general=functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+)
+"""``flax.linen.Dense`` with sums, and so a result, in float32, whatever ``dtype`` is multiplied"""
 
 
 def first_params(network: nn.Module, key: jax.Array) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.checks import available_host_memory
-from cleanrl_utils.evaluation import QFunction
+from cleanrl_utils.evaluation import QFunction, pad_to_power_of_two
 from cleanrl_utils.memory import keep_freed_memory
 from cleanrl_utils.teachers import torch_to_flax, write_flax
 
@@ -50,18 +50,20 @@ def make_q_function(apply: Apply, params: Callable[[], Params]) -> QFunction:
     """
 
     def q_function(observation: np.ndarray) -> np.ndarray:
-        batch = len(observation)
-        # Games of an evaluation end one by one: powers of two keep the number of compilations down.
-        padded = np.zeros((1 << (batch - 1).bit_length(), *observation.shape[1:]), np.uint8)
-        padded[:batch] = observation
-        return np.asarray(apply(params(), padded))[:batch]
+        return np.asarray(apply(params(), pad_to_power_of_two(observation)))[: len(observation)]
 
     return q_function
 
 
-def params_of(weights: Mapping[str, np.ndarray]) -> Params:
-    """Flax variables from arrays in the torch layout, as :func:`cleanrl_utils.teachers.read_weights` returns them."""
-    return jax.tree.map(jnp.asarray, unflatten_dict(torch_to_flax(weights), sep="/"))
+def params_of(weights: Mapping[str, np.ndarray], hidden_dtype: jnp.dtype = jnp.float32) -> Params:
+    """Flax variables from arrays in the torch layout, as :func:`cleanrl_utils.teachers.read_weights` returns them.
+
+    Args:
+        hidden_dtype: of all layers but the last, ``Dense_1``. Rounded here once, weights are not in every call.
+    """
+    arrays = torch_to_flax(weights)
+    params = {key: jnp.asarray(arrays[key], jnp.float32 if "Dense_1" in key else hidden_dtype) for key in arrays}
+    return unflatten_dict(params, sep="/")
 
 
 def save_model(params: Params, path: Path) -> None:

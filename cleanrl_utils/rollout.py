@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,11 @@ class Played(NamedTuple):
 def thread_ids() -> set[int]:
     """The threads of this process; none where the system does not give each a priority of its own, as Linux does."""
     return {int(task.name) for task in Path("/proc/self/task").glob("*")}
+
+
+def join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """What all halves have, in one array; no copy if there is only one half."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class HalvedAtariEnvs:
@@ -73,9 +78,9 @@ class HalvedAtariEnvs:
         self._gather()
 
     def _gather(self) -> None:
-        self.observation = np.concatenate([half.observation for half in self._halves])
+        self.observation = join([half.observation for half in self._halves])
         """uint8 (N, 4, 84, 84), the newest"""
-        self.just_reset = np.concatenate([half.just_reset for half in self._halves])
+        self.just_reset = join([half.just_reset for half in self._halves])
         """bool (N,), the newest observation is a game's first, after another game"""
 
     @property
@@ -111,9 +116,9 @@ class HalvedAtariEnvs:
             steps = [first.recv()]
             next_of_first = send(first)
             steps += [half.recv() for half in second]
-            action, q_values = (np.concatenate(parts) for parts in zip(*chosen, strict=True))
+            action, q_values = map(join, zip(*chosen, strict=True))
             *arrays, games = zip(*steps, strict=True)
-            step = Step(*(np.concatenate(parts) for parts in arrays), [game for half in games for game in half])
+            step = Step(*map(join, arrays), [game for half in games for game in half])
             observation = self.observation
             self.observation, self.just_reset = step.observation, step.reset
             yield Played(observation, action, step, q_values)

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from cleanrl_utils.atari import available_cores
 from cleanrl_utils.checks import available_host_memory
-from cleanrl_utils.evaluation import QFunction
+from cleanrl_utils.evaluation import QFunction, pad_to_power_of_two
 from cleanrl_utils.memory import keep_freed_memory
 from cleanrl_utils.runs import atomic_write
 from cleanrl_utils.torch_speed import cuda_graphs
@@ -49,11 +49,7 @@ def make_judge(network: nn.Module, device: torch.device, graph: bool = False) ->
     graphs = cuda_graphs(judge, device)
 
     def graphed(observation: np.ndarray) -> torch.Tensor:
-        batch = len(observation)
-        # Games of an evaluation end one by one: powers of two keep the number of graphs down.
-        padded = np.zeros((1 << (batch - 1).bit_length(), *observation.shape[1:]), np.uint8)
-        padded[:batch] = observation
-        return graphs(padded)[:batch]
+        return graphs(pad_to_power_of_two(observation))[: len(observation)]
 
     return graphed
 

@@ -188,11 +188,12 @@ def torch_teacher(path, bf16):
 
 def jax_teacher(path, bf16):
     jax = pytest.importorskip("jax")
-    from cleanrl.qdagger_dqn_atari_jax_impalacnn import load_teacher
+    from cleanrl import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 
-    network, params = load_teacher(path, 6, "PongNoFrameskip-v4")
-    if bf16:  # also where the script would not
-        network = network.clone(dtype=jax.numpy.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        if bf16:  # also where the script would not
+            patch.setattr(qdagger_jax, "fast_dtype", lambda *args, **kwargs: jax.numpy.bfloat16)
+        network, params = qdagger_jax.load_teacher(path, 6, "PongNoFrameskip-v4")
     return lambda frames: np.asarray(jax.jit(network.apply)(params, frames))
 
 
