@@ -234,7 +234,7 @@ def script_torch(args: Args) -> tuple[Script, str]:
     )
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.Adam(student.original.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
-    script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
+    side.script_args = script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
     side.replay = script.Replay(args.replay_steps, num_actions, script_args, device)
     side.teacher_q_function, side.judge = make_q_function(teacher, device, on_gpu), make_judge(teacher, device, on_gpu)
     side.student_q_function = make_q_function(student.network, device, on_gpu)
@@ -313,7 +313,7 @@ def script_jax(args: Args) -> tuple[Script, str]:
     side.teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
     side.student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
     side.judge = functools.partial(teacher_apply, teacher_params)
-    script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
+    side.script_args = script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
     side.offline_count = 1 if on_cpu else offline_updates_per_call(script_args)
     side.replay = script.Replay(args.replay_steps, num_actions, script_args)
     learn = functools.partial(script.update, args=script_args, apply=student.apply, optimizer=optimizer)
@@ -417,13 +417,11 @@ def peak_memory(args: Args) -> float:
 
 
 PHASES = {
-    "teacher_step": "teacher data, steps/s",
-    "offline_update": "offline, updates/s",
-    "online_step": "online, steps/s",
+    "teacher_step": ("teacher data, steps/s", "teacher_steps"),
+    "offline_update": ("offline, updates/s", "offline_steps"),
+    "online_step": ("online, steps/s", "total_timesteps"),
 }
-"""Methods of both sides, and what their rates are"""
-FULL_SIZE = {"teacher_step": 500_000, "offline_update": 500_000, "online_step": 10_000_000}
-"""How much of each a run with the flags' defaults does"""
+"""Methods of both sides, what their rates are, and the flag that says how much of it a run does"""
 
 
 def main(args: Args) -> None:
@@ -452,9 +450,9 @@ def main(args: Args) -> None:
     print(f"batch {args.batch_size}, num_envs {args.num_envs}, medians of {args.rounds} rounds of {args.seconds:g} s\n")
     print("| phase | plain | this script | ratio |\n|---|---|---|---|")
     hours = np.zeros(2)
-    for phase, unit in PHASES.items():
+    for phase, (unit, flag) in PHASES.items():
         slow, fast = (float(np.median(rates[phase, name])) for name in ("plain", "script"))
-        hours += [FULL_SIZE[phase] / slow / 3600, FULL_SIZE[phase] / fast / 3600]
+        hours += getattr(script.script_args, flag) / np.array([slow, fast]) / 3600
         print(f"| {unit} | {slow:.1f} | {fast:.1f} | {fast / slow:.2f}× |", flush=True)
     print(f"\nat these rates the phases of a run of full size take {hours[1]:.1f} h (plain: {hours[0]:.1f} h)")
     print(script.shares(), flush=True)
