@@ -53,7 +53,7 @@ def rates(args: Args, phases: tuple[str, ...], **changes: Any) -> list[float]:
     found = [throughput.rate(getattr(script, phase), args.seconds, script.wait) for phase in phases]
     script.envs.close()
     script.teacher_envs.close()
-    units = ", ".join(f"{throughput.PHASES[phase]} {rate:.1f}" for phase, rate in zip(phases, found, strict=True))
+    units = ", ".join(f"{throughput.PHASES[phase][0]} {rate:.1f}" for phase, rate in zip(phases, found, strict=True))
     print(f"{what}; {changes}: {units}", flush=True)
     return found
 
