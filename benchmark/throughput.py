@@ -133,9 +133,9 @@ class Script:
             q_values = self.student_q_function(self.observation)
         action = self.envs.send(epsilon_greedy(q_values, 0.01, self.rng))
         with self.spent_on("learning"):
-            teacher_q_values = self.judge(self.observation)
             if updates_due := times_due(self.steps, self.steps + self.args.num_envs, 4):
                 self.updates(updates_due)
+            teacher_q_values = self.judge(self.observation)
             if self.noting:
                 self.wait()
         self.steps += self.args.num_envs

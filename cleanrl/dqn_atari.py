@@ -24,7 +24,7 @@ from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_win
 from cleanrl_utils.resume import Run, parse_args
 from cleanrl_utils.schedules import linear_schedule, times_due
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs
+from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs, pinned
 from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
 
 
@@ -170,7 +170,7 @@ class Replay:
         rings = self.frame, self.action, self.reward, self.terminated, self.age, self.valid
         for ring, values in zip(rings, step_row, strict=True):
             # A plain assignment would wait until a GPU has learned all that it was asked to.
-            ring[slot].copy_(torch.from_numpy(values), non_blocking=True)
+            ring[slot].copy_(pinned(values, ring.device), non_blocking=True)
         self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
         self.rows_written += 1
 

@@ -27,7 +27,7 @@ from cleanrl_utils.rollout import HalvedAtariEnvs
 from cleanrl_utils.schedules import linear_schedule, offline_updates_per_call, times_due
 from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
 from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs, half_of_the_threads
+from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs, half_of_the_threads, pinned
 from cleanrl_utils.torch_utils import available_memory, make_judge, make_q_function, pick_device, save_model
 
 
@@ -261,7 +261,7 @@ class Replay:
         rings = self.frame, self.action, self.reward, self.terminated, self.age, self.valid, self.teacher_q_values
         for ring, values in zip(rings, (*step_row, teacher_q_values), strict=True):
             # A plain assignment would wait until a GPU has learned all that it was asked to.
-            ring[slot].copy_(torch.as_tensor(values), non_blocking=True)
+            ring[slot].copy_(pinned(values, ring.device), non_blocking=True)
         self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
         self.rows_written += 1
 
@@ -491,8 +491,8 @@ def main(args: Args) -> None:
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
-            # The emulator plays while the teacher judges what it has shown and the student learns.
-            teacher_q_values, updates_due = teacher_judge(observation), 0
+            # The emulator plays while the student learns and the teacher judges what it has shown: no call waits here.
+            updates_due = 0
             if online_step >= args.learning_starts:
                 if updates_due := times_due(online_step, next_step, args.train_frequency):
                     rates = [learning_rate_at(run.state["updates"] + i + 1) for i in range(updates_due)]
@@ -502,7 +502,7 @@ def main(args: Args) -> None:
                 for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
                     update_target(target, student, args.tau)
 
-            step = envs.recv()
+            teacher_q_values, step = teacher_judge(observation), envs.recv()
             replay.add(observation, action, step, teacher_q_values)
             observation = step.observation
             if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device

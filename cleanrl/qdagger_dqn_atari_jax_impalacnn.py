@@ -499,8 +499,8 @@ def main(args: Args) -> None:
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
 
-            # The emulator plays while the teacher judges what it showed and the student learns; on a GPU no call waits.
-            teacher_q_values, updates_due = teacher_apply(teacher_params, observation), 0
+            # The emulator plays while the student learns and the teacher judges what it showed; on a GPU no call waits.
+            updates_due = 0
             if online_step >= args.learning_starts:
                 if updates_due := times_due(online_step, next_step, args.train_frequency):
                     state, losses = learn(state, replay.rows, replay.window, distill_coefficient, updates_due)
@@ -508,7 +508,7 @@ def main(args: Args) -> None:
                 for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
 
-            step = envs.recv()
+            teacher_q_values, step = teacher_apply(teacher_params, observation), envs.recv()
             replay.add(observation, action, step, teacher_q_values)
             observation = step.observation
             if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device

@@ -22,6 +22,16 @@ def half_of_the_threads() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def pinned(values: np.ndarray | torch.Tensor | Sequence[float], device: torch.device) -> torch.Tensor:
+    """``values`` as a tensor that can be copied to ``device``, with `non_blocking`, while the host goes on.
+
+    Out of any other memory than pinned the driver of a GPU may copy only when it has done all that came before.
+    """
+    tensor = torch.as_tensor(values)
+    fetched = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.contiguous().pin_memory() if fetched else tensor
+
+
 class WorkingCopy:
     """A network that computes in bfloat16, but for its last layer, and the float32 original that is learned and saved.
 
@@ -105,7 +115,7 @@ class CudaGraph:
             if isinstance(value, (int, float)):
                 tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
             else:
-                tensor.copy_(torch.as_tensor(value), non_blocking=True)
+                tensor.copy_(pinned(value, self.device), non_blocking=True)
         self.graph.replay()
         return self.result
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cleanrl_utils.atari import Step
-from cleanrl_utils.torch_speed import CudaGraph, WorkingCopy, cuda_graphs
+from cleanrl_utils.torch_speed import CudaGraph, WorkingCopy, cuda_graphs, pinned
 from cleanrl_utils.torch_utils import make_q_function
 
 Weights = dict[str, np.ndarray]
@@ -561,3 +561,20 @@ def test_graphs_of_a_network(graphs: list[Recording]) -> None:
             for parameter in network.parameters():
                 parameter.mul_(1.1)
     assert len(graphs) == 2
+
+
+def test_what_a_gpu_copies_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece; nothing is pinned for the CPU, nor what is on a device already."""
+    made: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: made.append(tensor) or tensor)
+    frames = np.random.default_rng(9).integers(0, 256, (3, 4, 5), dtype=np.uint8)[:, -1]
+    given = pinned(frames, torch.device("cuda"))
+    assert len(made) == 1
+    assert given is made[0]
+    assert given.is_contiguous()
+    np.testing.assert_array_equal(given.numpy(), frames)
+    assert pinned(frames, torch.device("cpu")).data_ptr() == torch.from_numpy(frames).data_ptr()
+    elsewhere = torch.empty(3, device="meta")
+    assert pinned(elsewhere, torch.device("cuda")) is elsewhere
+    assert pinned([0.5, 0.25], torch.device("cuda")).dtype == torch.float32
+    assert len(made) == 2
