@@ -21,7 +21,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import first_params
+from cleanrl_utils.jax_layers import first_params, of_action
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
@@ -142,7 +142,7 @@ class Rows(NamedTuple):
 @functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
 def write_row(rows: Rows, slot: int, row: Rows) -> Rows:
     """``rows`` with those in ``slot`` replaced, of all environments; ``row`` has the shapes without L."""
-    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), rows, row)
+    return jax.tree.map(lambda ring, value: jax.lax.dynamic_update_index_in_dim(ring, value, slot, 0), rows, row)
 
 
 class Replay:
@@ -225,7 +225,7 @@ def td_target(target_params: Params, batch: Batch, apply: Apply) -> jax.Array:
 
 def td_loss(params: Params, target: jax.Array, batch: Batch, apply: Apply) -> tuple[jax.Array, jax.Array]:
     """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
-    q_values = jnp.take_along_axis(apply(params, batch.observation), batch.action[:, None].astype(jnp.int32), 1)[:, 0]
+    q_values = of_action(apply(params, batch.observation), batch.action)
     return jnp.mean((q_values - target) ** 2), q_values
 
 

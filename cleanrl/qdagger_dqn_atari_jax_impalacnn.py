@@ -22,7 +22,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
 from cleanrl_utils.hub import check_upload_possible, upload_model
 from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import DenseInFloat32, StridedConv, fast_dtype, first_params, max_pool
+from cleanrl_utils.jax_layers import DenseInFloat32, StridedConv, fast_dtype, first_params, max_pool, of_action
 from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, params_of, pick_device, save_model
 from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
 from cleanrl_utils.resume import Run, parse_args
@@ -224,7 +224,7 @@ class Rows(NamedTuple):
 @functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
 def write_row(rows: Rows, slot: int, row: Rows) -> Rows:
     """``rows`` with those in ``slot`` replaced, of all environments; ``row`` has the shapes without L."""
-    return jax.tree.map(lambda ring, value: ring.at[slot].set(value), rows, row)
+    return jax.tree.map(lambda ring, value: jax.lax.dynamic_update_index_in_dim(ring, value, slot, 0), rows, row)
 
 
 class Replay:
@@ -326,7 +326,7 @@ def qdagger_loss(
     L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = `td_target`
     """
     q_values = apply(params, batch.observation)
-    q_of_action = jnp.take_along_axis(q_values, batch.action[:, None].astype(jnp.int32), 1)[:, 0]
+    q_of_action = of_action(q_values, batch.action)
     td_loss = jnp.mean((q_of_action - target) ** 2)
     student = jax.nn.log_softmax(q_values / temperature)
     teacher = jax.nn.log_softmax(batch.teacher_q_values / temperature)

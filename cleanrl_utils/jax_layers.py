@@ -127,6 +127,15 @@ DenseInFloat32 = functools.partial(
 """``flax.linen.Dense`` with sums, and so a result, in float32, whatever ``dtype`` is multiplied"""
 
 
+def of_action(q_values: jax.Array, action: jax.Array) -> jax.Array:
+    """The Q-values, (B,) of (B, A), of the actions, integer (B,).
+
+    A sum over what is equal, and not an index: the gradient of one is a scatter, which XLA has no good kernel for on a
+    GPU.
+    """
+    return jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == action[:, None])
+
+
 def first_params(network: nn.Module, key: jax.Array) -> dict[str, Any]:
     """A new network's variables, float32: kernels and biases uniform in ±1/√fan_in, as PyTorch's layers begin.
 

@@ -47,7 +47,8 @@ def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 def to_jax(network: torch.nn.Module) -> Params:
     """The network's weights as flax variables."""
-    return params_of({key: value.numpy() for key, value in network.state_dict().items()})
+    # Copies: JAX may share an array's memory, and compute with it later than PyTorch changes it.
+    return params_of({key: value.numpy().copy() for key, value in network.state_dict().items()})
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
