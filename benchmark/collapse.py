@@ -50,7 +50,7 @@ def main(args: Args) -> None:
     envs, rng = AtariEnvs(args.env_id, 8, 7), np.random.default_rng(1)
     path = find_teacher(args.teacher, "dqn_atari")
     teacher = script.load_teacher(path, envs.num_actions, args.env_id, bf16).to(memory_format=torch.channels_last)
-    q_function, script_args = make_q_function(teacher, device), script.Args(env_id=args.env_id)
+    q_function, script_args = make_q_function(teacher, device), script.Args(num_envs=envs.num_envs)
     replay = script.Replay(args.teacher_steps, envs.num_actions, script_args, device)
     observation = envs.reset()
     for row in range(args.teacher_steps // envs.num_envs):

@@ -39,7 +39,7 @@ class Args:
     """seed of the experiment"""
     bf16: bool = True
     """if toggled, hidden layers compute in bfloat16 where that is faster: on a GPU or TPU all, on a CPU that has it
-    the convolutions of a DQN teacher; the last layers and the losses stay float32"""
+    those of a DQN teacher; the last layers and the losses stay float32"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"

@@ -36,8 +36,8 @@ class WorkingCopy:
     """A network that computes in bfloat16, but for its last layer, and the float32 original that is learned and saved.
 
     Steps of the optimizer would be lost in rounding if only the copy's weights were there (Micikevicius et al., 2018,
-    section 3.1). `torch.autocast` computes the same numbers, but it casts every array at every use, which is a third of
-    all that a GPU has to launch for an update.
+    section 3.1). `torch.autocast` computes the same numbers, but it casts every array at every use, and a GPU has to
+    launch each cast.
 
     Args:
         original: with its layers in `network`, a `Sequential`.

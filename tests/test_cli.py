@@ -670,3 +670,22 @@ def test_bad_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Path
     assert lines[0].startswith("error: ")
     assert word in lines[0]
     assert [path.name for path in tmp_path.iterdir()] == ["trap"]
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("../benchmark/launches", ""),
+        ("../benchmark/precision", f"--teacher {REPO}/teachers/PongNoFrameskip-v4-dqn_atari-seed1 --steps 3"),
+        (
+            "../benchmark/collapse",
+            f"--teacher {REPO}/teachers/PongNoFrameskip-v4-dqn_atari-seed1 --seeds 1 --learning-rates 1e-4 "
+            "--teacher-steps 80 --updates 2",
+        ),
+    ],
+)
+def test_benchmarks_still_run(script: str, flags: str, tmp_path: Path) -> None:
+    """They build on what the script calls and on its defaults, and no other test does it their way."""
+    result = run_script(script, tmp_path, *flags.split())
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
