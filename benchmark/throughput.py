@@ -1,49 +1,43 @@
-"""Speed of every phase of QDagger against the plain formulation, measured in one run on one machine.
-
-The plain formulation is what scripts of this kind usually do: NCHW float32 networks in eager mode, one environment in
-the stable-baselines3 wrappers, whole observations in the replay, acting and learning one after the other, and the
-teacher evaluated in every update. It runs in a process of its own, which has not been tuned either (memory allocation,
-denormal numbers), and in alternation with the script, so that a machine that slows down slows both.
+"""Speed of every phase of QDagger against the plain formulation, measured in turns on one machine.
 
     python benchmark/throughput.py --teacher teachers/PongNoFrameskip-v4-dqn_atari-seed1 [--backend jax]
 
-Beside the rates it tells where the time of the online phase goes, how long choosing the actions of all games takes, and
-the peak of memory. ``--profile`` writes a trace that https://ui.perfetto.dev opens.
-
-Both backends read the same teacher. In JAX the plain formulation is flax's own layers in one jitted update.
+The plain formulation is what scripts of this kind usually do: NCHW float32 networks in eager mode (JAX: flax's own
+layers, jitted), one environment in stable-baselines3's wrappers, whole observations in the replay, acting and learning
+one after the other, and the teacher evaluated in every update. It and the script run in processes of their own, one of
+them at a time, so that a machine that slows down slows both.
 """
 
-import contextlib
-import functools
+import importlib
 import multiprocessing
-import os
 import platform
-import resource
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cleanrl"))
 
 import numpy as np
 import tyro
 
 from cleanrl_utils.atari import AtariEnvs, available_cores, make_wrapped_env
-from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.checks import one_line_errors
 from cleanrl_utils.evaluation import epsilon_greedy
-from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.schedules import offline_updates_per_call, times_due
-from cleanrl_utils.teachers import find_teacher
+
+SCRIPTS = {"torch": "qdagger_dqn_atari_impalacnn", "jax": "qdagger_dqn_atari_jax_impalacnn"}
+PHASES = {"teacher data": "steps/s", "offline": "updates/s", "online": "steps/s"}
 
 
 @dataclass
 class Args:
-    teacher: str
-    """the teacher: a directory or hub repository with dqn_atari.cleanrl_model"""
+    teacher: Path
+    """a directory with the teacher's dqn_atari.cleanrl_model"""
     backend: Literal["torch", "jax"] = "torch"
     """the script under test"""
     env_id: str = "PongNoFrameskip-v4"
@@ -52,24 +46,23 @@ class Args:
     """parallel games of the script under test; the plain formulation has one"""
     batch_size: int = 32
     """transitions per update"""
-    replay_steps: int = 50_000
+    replay_steps: int = 20_000
     """size of the replay of the script under test"""
-    seconds: float = 8.0
-    """time for each measurement of each round"""
+    seconds: float = 5.0
+    """time of each measurement"""
     rounds: int = 3
-    """how often each measurement is repeated; medians are reported"""
-    memory_steps: int = 200_000
-    """size of both replays in the run whose peak memory is measured; 0 leaves it out"""
+    """measurements of each kind; medians are reported"""
     bf16: bool = True
-    """as in the script"""
+    """as in the scripts"""
     cuda: bool = True
-    """as in the PyTorch script"""
-    profile: Path | None = None
-    """a folder for a trace of the script's three phases, some steps of each; nothing is measured then"""
+    """as in the PyTorch script; so are the next three"""
+    cuda_graph: bool = True
+    compile: bool = False
+    torch_deterministic: bool = True
 
 
 class Plain:
-    """The plain formulation: everything the fast path does without."""
+    """The plain formulation; subclasses have networks and updates."""
 
     def __init__(self, args: Args):
         self.args = args
@@ -79,400 +72,320 @@ class Plain:
         self.rng = np.random.default_rng(1)
         self.steps = 0
 
-    def play(self, q_function: Callable[[np.ndarray], np.ndarray]) -> None:
+    def play(self, q_function: Callable[[np.ndarray], np.ndarray]) -> int:
         action = int(epsilon_greedy(q_function(self.observation[None]), 0.01, self.rng)[0])
         following, reward, terminated, truncated, _ = self.env.step(action)
         following = np.asarray(following)
         self.replay.append((self.observation, action, np.float32(np.sign(reward)), terminated, following))
-        self.observation = following
-        if terminated or truncated:
-            self.observation = np.asarray(self.env.reset()[0])
-
-    def teacher_step(self) -> int:
-        self.play(self.teacher_q_function)
+        self.observation = np.asarray(self.env.reset()[0]) if terminated or truncated else following
         return 1
 
-    def offline_update(self) -> int:
-        rows = [self.replay[i] for i in self.rng.integers(0, len(self.replay), self.args.batch_size)]
-        self.update(*(np.stack(column) for column in zip(*rows, strict=True)))
+    def teacher_data(self) -> int:
+        return self.play(self.teacher_q)
+
+    def offline(self) -> int:
+        chosen = [self.replay[i] for i in self.rng.integers(0, len(self.replay), self.args.batch_size)]
+        self.update(*(np.stack(column) for column in zip(*chosen, strict=True)))
         return 1
 
-    def online_step(self) -> int:
-        self.play(self.student_q_function)
-        self.steps += 1
+    def online(self) -> int:
+        self.steps += self.play(self.student_q)
         if self.steps % 4 == 0:
-            self.offline_update()
+            self.offline()
         return 1
 
 
-class Script:
-    """The loops of the script under test."""
-
-    def __init__(self, args: Args, overlap: bool = True):
-        self.args = args
-        self.envs = AtariEnvs(args.env_id, args.num_envs, 1)
-        self.observation = self.envs.reset()
-        self.rng = np.random.default_rng(1)
-        self.teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, 1, overlap=overlap)
-        self.teacher_envs.reset()
-        self.rollout = self.teacher_envs.rollout(lambda x: self.teacher_q_function(x), lambda: 0.01, self.rng)
-        self.steps = 0
-        self.half_of_the_threads = contextlib.nullcontext
-        self.noting, self.seconds = False, dict[str, float]()
-
-    def teacher_step(self) -> int:
-        with self.half_of_the_threads():
-            self.replay.add(*next(self.rollout))
-        return self.args.num_envs
-
-    def offline_update(self) -> int:
-        return self.updates(self.offline_count)
-
-    def online_step(self) -> int:
-        with self.spent_on("choosing actions"):
-            q_values = self.student_q_function(self.observation)
-        action = self.envs.send(epsilon_greedy(q_values, 0.01, self.rng))
-        with self.spent_on("learning"):
-            if updates_due := times_due(self.steps, self.steps + self.args.num_envs, 4):
-                self.updates(updates_due)
-            teacher_q_values = self.judge(self.observation)
-            if self.noting:
-                self.wait()
-        self.steps += self.args.num_envs
-        with self.spent_on("waiting for the emulator"):
-            step = self.envs.recv()
-        self.replay.add(self.observation, action, step, teacher_q_values)
-        self.observation = step.observation
-        return self.args.num_envs
-
-    @contextlib.contextmanager
-    def spent_on(self, what: str) -> Iterator[None]:
-        """Adds the time that it takes to `seconds`, if this is being noted."""
-        start = time.perf_counter()
-        yield
-        if self.noting:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
-
-    def shares(self) -> str:
-        """Where the time of an online step goes, and how long choosing the actions of all games takes.
-
-        Measured by itself, since it waits for a GPU after learning, which the rates do not.
-        """
-        self.seconds, self.noting = {}, True
-        start, steps = time.perf_counter(), 0
-        while time.perf_counter() - start < self.args.seconds:
-            steps += self.online_step()
-        total = time.perf_counter() - start
-        self.noting = False
-        latency = 1e3 * self.seconds["choosing actions"] * self.args.num_envs / steps
-        self.seconds["everything else (Python)"] = total - sum(self.seconds.values())
-        shares = ", ".join(f"{what} {seconds / total:.0%}" for what, seconds in self.seconds.items())
-        return f"an online step: {shares}; choosing actions for {self.args.num_envs} games takes {latency:.2f} ms"
-
-
-def plain_torch(args: Args) -> tuple[Plain, Callable[[], None]]:
-    """The plain formulation in PyTorch, and what waits for the device."""
+def plain_torch(args: Args) -> Plain:
+    """In PyTorch."""
+    import qdagger_dqn_atari_impalacnn as script
     import torch
     import torch.nn.functional as F
 
-    from cleanrl import qdagger_dqn_atari_impalacnn as script
-    from cleanrl_utils.torch_utils import make_q_function
-
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    side = Plain(args)
-    num_actions = int(side.env.action_space.n)
-
-    def nchw_forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """float32, contiguous: what a network does that nobody tuned."""
-        return self.network(x / 255.0)
-
-    def make(network: torch.nn.Module) -> torch.nn.Module:
-        network.forward = nchw_forward.__get__(network)
-        return network.to(device)
-
-    teacher = make(script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id))
-    student, target_network = (make(script.QNetwork(num_actions)) for _ in range(2))
+    num_actions = make_wrapped_env(args.env_id).action_space.n
+    teacher = script.load_model(args.teacher / "dqn_atari.cleanrl_model", num_actions).to(device)
+    student, target = (script.QNetwork(num_actions).to(device) for _ in range(2))
     optimizer = torch.optim.Adam(student.parameters(), lr=1e-4)
 
-    def update(*columns: np.ndarray) -> None:
-        observation, action, reward, terminated, following = (torch.from_numpy(x).to(device) for x in columns)
-        with torch.no_grad():
-            target = reward + 0.99 * ~terminated * target_network(following).max(dim=1).values
-            teacher_q_values = teacher(observation)
-        q_values = student(observation)
-        loss = F.mse_loss(q_values.gather(1, action[:, None])[:, 0], target) + F.kl_div(
-            F.log_softmax(q_values / 0.1, dim=1), F.softmax(teacher_q_values / 0.1, dim=1), reduction="batchmean"
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    def network_of(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: module.network(x / 255.0)  # without the script's memory format
 
-    side.update = update
-    side.teacher_q_function, side.student_q_function = (
-        make_q_function(teacher, device),
-        make_q_function(student, device),
-    )
-    return side, torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    def q_of(module: torch.nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+        @torch.no_grad()
+        def q_function(observation: np.ndarray) -> np.ndarray:
+            return network_of(module)(torch.as_tensor(observation, device=device)).cpu().numpy()
 
+        return q_function
 
-def script_torch(args: Args) -> tuple[Script, str]:
-    """The PyTorch script, and what computes."""
-    import torch
+    class PlainTorch(Plain):
+        teacher_q, student_q = staticmethod(q_of(teacher)), staticmethod(q_of(student))
 
-    from cleanrl import qdagger_dqn_atari_impalacnn as script
-    from cleanrl_utils.torch_speed import WorkingCopy, half_of_the_threads
-    from cleanrl_utils.torch_utils import make_judge, make_q_function, pick_device
+        def update(self, *columns: np.ndarray) -> None:
+            observation, action, reward, done, following = (torch.as_tensor(x, device=device) for x in columns)
+            with torch.no_grad():
+                y = reward + 0.99 * network_of(target)(following).amax(dim=1) * ~done
+                teacher_q = network_of(teacher)(observation)
+            q_values = network_of(student)(observation)
+            loss = F.mse_loss(q_values.gather(1, action[:, None])[:, 0], y)
+            loss = loss + F.kl_div((q_values / 0.1).log_softmax(1), (teacher_q / 0.1).softmax(1), reduction="batchmean")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
-    device, bf16 = pick_device(args.cuda, args.bf16)
-    side = Script(args)
-    side.half_of_the_threads = half_of_the_threads
-    num_actions = side.envs.num_actions
-    teacher = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id, bf16)
-    teacher = teacher.to(device, memory_format=torch.channels_last)
-    student, target = (
-        WorkingCopy(script.QNetwork(num_actions).to(device, memory_format=torch.channels_last), bf16) for _ in range(2)
-    )
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.Adam(student.original.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
-    side.script_args = script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
-    side.replay = script.Replay(args.replay_steps, num_actions, script_args, device)
-    side.teacher_q_function, side.judge = make_q_function(teacher, device, on_gpu), make_judge(teacher, device, on_gpu)
-    side.student_q_function = make_q_function(student.network, device, on_gpu)
-    side.offline_count = offline_updates_per_call(script_args) if on_gpu else 1
-    update = script.make_update(student, target, optimizer, side.replay, script_args)
+        def wait(self) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
 
-    def updates(count: int) -> int:
-        update(*side.replay.window, 1.0, count * [1e-4])
-        return count
-
-    side.updates = updates
-    where = torch.cuda.get_device_name() if on_gpu else f"{available_cores()} cores of {cpu_name()}"
-    side.wait = torch.cuda.synchronize if on_gpu else lambda: None
-    side.device_memory = torch.cuda.max_memory_allocated if on_gpu else lambda: None
-    return side, f"{where}; torch {torch.__version__}; bfloat16 {'on' if bf16 else 'off'}"
+    return PlainTorch(args)
 
 
-def plain_jax(args: Args) -> tuple[Plain, Callable[[], None]]:
-    """The plain formulation in JAX, and what waits for the device."""
+def plain_jax(args: Args) -> Plain:
+    """In JAX: flax's own max-pooling."""
+    import functools
+
     import flax.linen as nn
     import jax
+    import jax.numpy as jnp
     import optax
+    import qdagger_dqn_atari_jax_impalacnn as script
 
-    from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
-    from cleanrl_utils.jax_utils import make_q_function
-
-    # flax's own layers, where the script has some that are faster
     script.max_pool = functools.partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))
-    script.StridedConv = lambda features, size, stride, dtype, name: nn.Conv(
-        features, (size, size), stride, padding="VALID", dtype=dtype, name=name
-    )
-    side = Plain(args)
-    num_actions = int(side.env.action_space.n)
-    teacher, teacher_params = script.load_teacher(find_teacher(args.teacher, "dqn_atari"), num_actions, args.env_id)
-    apply, optimizer = script.QNetwork(num_actions).apply, optax.adam(1e-4)
-    state = new_state(script, num_actions, optimizer)
+    num_actions = make_wrapped_env(args.env_id).action_space.n
+    teacher, teacher_params = script.load_model(args.teacher / "dqn_atari.cleanrl_model", num_actions)
+    student = script.QNetwork(num_actions)
+    params = script.first_params(student, jax.random.PRNGKey(1))
+    target_params = jax.tree.map(jnp.copy, params)
+    optimizer = optax.adam(1e-4)
+    teacher_apply, student_apply = jax.jit(teacher.apply), jax.jit(student.apply)
 
     @jax.jit
-    def learn(state: Any, *columns: np.ndarray) -> Any:
-        observation, action, reward, terminated, following = columns
-        teacher_q_values = teacher.apply(teacher_params, observation)
-        batch = script.Batch(observation, action, reward, following, 0.99 * ~terminated, teacher_q_values)
-        target = script.td_target(state.target_params, batch, apply)
-        gradients, _ = jax.grad(script.qdagger_loss, has_aux=True)(state.params, target, batch, 1.0, 0.1, apply)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-        return state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
+    def update(params: Any, state: Any, columns: tuple) -> tuple:
+        observation, action, reward, done, following = columns
+        teacher_q = teacher.apply(teacher_params, observation)
+        batch = script.Batch(observation, action, reward, following, 0.99 * ~done, teacher_q)
+        gradients = jax.grad(lambda p: script.qdagger_loss(p, target_params, batch, 1.0, 0.1, student.apply)[0])(params)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(params, updates), state
 
-    def update(*columns: np.ndarray) -> None:
-        nonlocal state
-        state = learn(state, *columns)
+    class PlainJax(Plain):
+        def __init__(self, args: Args):
+            super().__init__(args)
+            self.state = params, optimizer.init(params)
 
-    side.update = update
-    side.teacher_q_function = make_q_function(jax.jit(teacher.apply), lambda: teacher_params)
-    side.student_q_function = make_q_function(jax.jit(apply), lambda: state.params)
-    return side, lambda: jax.block_until_ready(state)
+        def teacher_q(self, observation: np.ndarray) -> np.ndarray:
+            return np.asarray(teacher_apply(teacher_params, observation))
 
+        def student_q(self, observation: np.ndarray) -> np.ndarray:
+            return np.asarray(student_apply(self.state[0], observation))
 
-def script_jax(args: Args) -> tuple[Script, str]:
-    """The JAX script, and what computes."""
-    import jax
-    import optax
+        def update(self, *columns: np.ndarray) -> None:
+            self.state = update(*self.state, columns)
 
-    from cleanrl import qdagger_dqn_atari_jax_impalacnn as script
-    from cleanrl_utils.jax_layers import fast_dtype
-    from cleanrl_utils.jax_utils import make_q_function, pick_device
+        def wait(self) -> None:
+            jax.block_until_ready(self.state)
 
-    on_cpu = pick_device()
-    side = Script(args, overlap=not on_cpu)
-    num_actions = side.envs.num_actions
-    teacher_path = find_teacher(args.teacher, "dqn_atari")
-    teacher, teacher_params = script.load_teacher(teacher_path, num_actions, args.env_id, args.bf16)
-    student = script.QNetwork(num_actions, fast_dtype(args.bf16))
-    optimizer = optax.adam(1e-4)
-    state = new_state(script, num_actions, optimizer)
-    teacher_apply = jax.jit(teacher.apply)
-    side.teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
-    side.student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
-    side.judge = functools.partial(teacher_apply, teacher_params)
-    side.script_args = script_args = script.Args(env_id=args.env_id, num_envs=args.num_envs, batch_size=args.batch_size)
-    side.offline_count = 1 if on_cpu else offline_updates_per_call(script_args)
-    side.replay = script.Replay(args.replay_steps, num_actions, script_args)
-    learn = functools.partial(script.update, args=script_args, apply=student.apply, optimizer=optimizer)
-    learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
-
-    def updates(count: int) -> int:
-        nonlocal state
-        state, _ = learn(state, side.replay.rows, side.replay.window, 1.0, count)
-        return count
-
-    side.updates = updates
-    where = f"{available_cores()} cores of {cpu_name()}" if on_cpu else jax.devices()[0].device_kind
-    what = f"{where}; jax {jax.__version__}; teacher {teacher.dtype.__name__}, student {student.dtype.__name__}"
-    side.wait = lambda: jax.block_until_ready((state, side.replay.rows))
-    side.device_memory = lambda: (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return side, what
+    return PlainJax(args)
 
 
-def new_state(script: Any, num_actions: int, optimizer: Any) -> Any:
-    """The JAX script's state at the start of a run."""
-    import jax
+class Script:
+    """The loops of the script under test; subclasses have its networks, replay and update."""
 
-    from cleanrl_utils.jax_layers import first_params
+    def __init__(self, args: Args, script: Any):
+        fields = script.Args.__dataclass_fields__
+        self.script_args = script.Args(**{name: value for name, value in asdict(args).items() if name in fields})
+        self.script, self.num_envs = script, args.num_envs
+        self.envs = AtariEnvs(args.env_id, args.num_envs, 1)
+        self.observation = self.on_device(self.envs.reset())
+        self.rng = np.random.default_rng(1)
+        self.steps = 0
 
-    params = first_params(script.QNetwork(num_actions), jax.random.key(1))
-    copy = jax.tree.map(jax.numpy.copy, params)
-    return script.TrainState(params, copy, optimizer.init(params), jax.random.key(2))
+    def on_device(self, observation: np.ndarray) -> Any:
+        return observation
+
+    def add(self, action: np.ndarray, teacher_q_values: Any) -> int:
+        result = self.envs.recv()
+        self.replay.add(self.observation, action, result, teacher_q_values)
+        self.observation = self.on_device(result.observation)
+        return self.num_envs
+
+    def teacher_data(self) -> int:
+        teacher_q_values = self.teacher_q(self.observation)
+        return self.add(self.envs.send(self.script.epsilon_greedy(teacher_q_values, 0.01, self.rng)), teacher_q_values)
+
+    def offline(self) -> int:
+        self.update()
+        return 1
+
+    def online(self) -> int:
+        action = self.envs.send(self.script.epsilon_greedy(self.student_q(self.observation), 0.01, self.rng))
+        for _ in range(self.script.times_due(self.steps, self.steps + self.num_envs, 4)):
+            self.update()
+        self.steps += self.num_envs
+        return self.add(action, self.teacher_q(self.observation))
 
 
-def serve_plain(args: Args, connection: Any) -> None:
-    """Runs the plain formulation in a process of its own: answers the name of a phase with its rate."""
-    side, wait = (plain_jax if args.backend == "jax" else plain_torch)(args)
-    for _ in range(2000):  # something to sample from
-        side.teacher_step()
-    while phase := connection.recv():
-        connection.send(rate(getattr(side, phase), args.seconds, wait))
-
-
-def rate(work: Callable[[], int], seconds: float, wait: Callable[[], None]) -> float:
-    """Units of work per second, after a few that are not counted."""
-    for _ in range(3):
-        work()
-    wait()
-    start, done = time.perf_counter(), 0
-    while time.perf_counter() - start < seconds:
-        done += work()
-        wait()  # or calls that only queue work would run ahead of the clock
-    return done / (time.perf_counter() - start)
-
-
-def write_profile(script: Script, args: Args) -> None:
-    """Traces the three phases into `profile`, after they have run often enough to be compiled."""
-
-    def work(times: int) -> None:
-        for phase in PHASES:
-            for _ in range(times):
-                getattr(script, phase)()
-        script.wait()
-
-    work(10)
-    args.profile.mkdir(parents=True, exist_ok=True)
-    if args.backend == "jax":
-        import jax
-
-        with jax.profiler.trace(str(args.profile), create_perfetto_trace=True):
-            work(5)
-        path = max(args.profile.rglob("perfetto_trace.json.gz"), key=os.path.getmtime)
-        print(f"trace written to {path}; open it in https://ui.perfetto.dev")
-        return
+def script_torch(args: Args) -> Script:
+    """The PyTorch script."""
+    import qdagger_dqn_atari_impalacnn as script
     import torch
 
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        work(5)
-    path = args.profile / "trace.json"
-    profiler.export_chrome_trace(str(path))
-    print(f"trace written to {path}; open it in https://ui.perfetto.dev")
+    device, autocast = script.pick_torch_device(args.cuda, args.bf16)
+
+    class TorchScript(Script):
+        def __init__(self, args: Args):
+            super().__init__(args, script)
+            num_actions = self.envs.num_actions
+            teacher = script.load_model(args.teacher / "dqn_atari.cleanrl_model", num_actions)
+            self.teacher = teacher.to(device, memory_format=torch.channels_last)
+            learner = script.make_learner(self.script_args, num_actions, device)
+            self.student = learner[0]
+            self.replay = script.Replay(args.replay_steps, num_actions, self.script_args, device)
+            update = script.make_update(*learner[:3], self.replay, learner[3], autocast, self.script_args)
+            self.update = lambda: update(*self.replay.window, 1.0, 1e-4)
+
+        def on_device(self, observation: np.ndarray) -> torch.Tensor:
+            return torch.as_tensor(observation, device=device)
+
+        @torch.no_grad()
+        def teacher_q(self, observation: torch.Tensor) -> torch.Tensor:
+            with autocast:
+                return self.teacher(observation)
+
+        @torch.no_grad()
+        def student_q(self, observation: torch.Tensor) -> torch.Tensor:
+            with autocast:
+                return self.student(observation)
+
+        def wait(self) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+    return TorchScript(args)
 
 
-def peak_memory(args: Args) -> float:
-    """GB of resident memory at the peak of a run of the script whose two replays fill up to ``memory_steps``.
+def script_jax(args: Args) -> Script:
+    """The JAX script."""
+    import functools
 
-    The replays are filled, so that every page is touched; few updates are made.
-    """
-    name = "qdagger_dqn_atari_jax_impalacnn" if args.backend == "jax" else "qdagger_dqn_atari_impalacnn"
-    script = Path(__file__).resolve().parents[1] / "cleanrl" / f"{name}.py"
-    command = [
-        sys.executable, script, "--env-id", args.env_id, "--teacher-policy-hf-repo", args.teacher,
-        "--teacher-model-exp-name", "dqn_atari", "--checkpoint-minutes", 0,
-        "--teacher-steps", args.memory_steps, "--buffer-size", args.memory_steps,
-        "--total-timesteps", args.memory_steps + 400, "--learning-starts", args.memory_steps - 400,
-        "--offline-steps", 20, "--teacher-eval-episodes", 1, "--eval-episodes", 1,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
-    if not args.cuda:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    subprocess.run([str(word) for word in command], check=True, env=environment, capture_output=True)
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    import jax
+    import jax.numpy as jnp
+    import optax
+    import qdagger_dqn_atari_jax_impalacnn as script
+
+    dtype = script.pick_jax_device(args.bf16)
+
+    class JaxScript(Script):
+        def __init__(self, args: Args):
+            super().__init__(args, script)
+            num_actions = self.envs.num_actions
+            teacher, params = script.load_model(args.teacher / "dqn_atari.cleanrl_model", num_actions, dtype)
+            self.teacher_q = functools.partial(jax.jit(teacher.apply), params)
+            student, optimizer = script.QNetwork(num_actions, dtype), optax.adam(1e-4)
+            self.replay = script.Replay(args.replay_steps, num_actions, self.script_args)
+            key = jax.random.PRNGKey(1)
+            params = script.first_params(student, key)
+            self.state = script.TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
+            self.apply = jax.jit(student.apply)
+            learn = functools.partial(script.update, args=self.script_args, apply=student.apply, optimizer=optimizer)
+            self.learn = jax.jit(learn, donate_argnames="state")
+
+        def student_q(self, observation: np.ndarray) -> jax.Array:
+            return self.apply(self.state.params, observation)
+
+        def update(self) -> None:
+            self.state, _ = self.learn(self.state, self.replay.ring, *self.replay.window, 1.0)
+
+        def wait(self) -> None:
+            jax.block_until_ready(self.state)
+
+    return JaxScript(args)
 
 
-PHASES = {
-    "teacher_step": ("teacher data, steps/s", "teacher_steps"),
-    "offline_update": ("offline, updates/s", "offline_steps"),
-    "online_step": ("online, steps/s", "total_timesteps"),
+MAKERS = {
+    ("plain", "torch"): plain_torch,
+    ("script", "torch"): script_torch,
+    ("plain", "jax"): plain_jax,
+    ("script", "jax"): script_jax,
 }
-"""Methods of both sides, what their rates are, and the flag that says how much of it a run does"""
+
+
+def measure(connection: Connection, kind: str, args: Args) -> None:
+    """Process of one kind: answers each phase's name with its rate, an empty one with the GPU; None ends it."""
+    loops = MAKERS[kind, args.backend](args)
+    for phase in iter(connection.recv, None):
+        if phase == "":
+            connection.send(device_memory(args.backend))
+            continue
+        call, done = getattr(loops, phase.replace(" ", "_")), 0
+        for _ in range(8):  # what compiles and records graphs, and something to sample from
+            call()
+        loops.wait()
+        start = time.perf_counter()
+        while time.perf_counter() - start < args.seconds:
+            done += call()
+        loops.wait()
+        connection.send(done / (time.perf_counter() - start))
+
+
+def device_memory(backend: str) -> str:
+    """The GPU and the most memory that was allocated on it; empty without one."""
+    if backend == "torch":
+        import torch
+
+        if not torch.cuda.is_available():
+            return ""
+        return f"{torch.cuda.get_device_name()}, {torch.cuda.max_memory_allocated() / 1e9:.2f} GB allocated at most"
+    import jax
+
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    return f"{device.device_kind}, {stats['peak_bytes_in_use'] / 1e9:.2f} GB allocated at most" if stats else ""
+
+
+def processor() -> str:
+    """The CPU's name and the cores that may be used."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{available_cores()} cores of {names[0] if names else platform.processor()}"
 
 
 def main(args: Args) -> None:
-    args.teacher = str(Path(args.teacher).resolve()) if Path(args.teacher).is_dir() else args.teacher
-    make_script = script_jax if args.backend == "jax" else script_torch
-    if args.profile:
-        script, _ = make_script(args)
-        fill(script)
-        write_profile(script, args)
-        return
-    connection, other_end = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=serve_plain, args=(args, other_end), daemon=True).start()
-    script, what = make_script(args)
-    fill(script)
-
+    context = multiprocessing.get_context("spawn")
+    connections = {}
+    for kind in ("plain", "script"):
+        connections[kind], end = context.Pipe()
+        context.Process(target=measure, args=(end, kind, args), daemon=True).start()
+        end.close()  # so that a process that dies is noticed
     rates: dict[tuple[str, str], list[float]] = {}
     for _ in range(args.rounds):
         for phase in PHASES:
-            connection.send(phase)
-            rates.setdefault((phase, "plain"), []).append(connection.recv())
-            rates.setdefault((phase, "script"), []).append(rate(getattr(script, phase), args.seconds, script.wait))
-    connection.send("")
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"\n{what}; commit {commit}")
-    print(f"batch {args.batch_size}, num_envs {args.num_envs}, medians of {args.rounds} rounds of {args.seconds:g} s\n")
-    print("| phase | plain | this script | ratio |\n|---|---|---|---|")
-    hours = np.zeros(2)
-    for phase, (unit, flag) in PHASES.items():
-        slow, fast = (float(np.median(rates[phase, name])) for name in ("plain", "script"))
-        hours += getattr(script.script_args, flag) / np.array([slow, fast]) / 3600
-        print(f"| {unit} | {slow:.1f} | {fast:.1f} | {fast / slow:.2f}× |", flush=True)
-    print(f"\nat these rates the phases of a run of full size take {hours[1]:.1f} h (plain: {hours[0]:.1f} h)")
-    print(script.shares(), flush=True)
-    if device_memory := script.device_memory():
-        print(f"peak of device memory, with a replay of {args.replay_steps:,} steps: {device_memory / 1e9:.2f} GB")
-    if args.memory_steps:
-        print(f"peak of host memory with two replays of {args.memory_steps:,} steps: {peak_memory(args):.2f} GB")
-
-
-def fill(script: Script) -> None:
-    """Plays 2000 steps, so that there is something to sample from."""
-    for _ in range(2000 // script.args.num_envs):
-        script.teacher_step()
-
-
-def cpu_name() -> str:
-    """The processor's model and whether it computes bfloat16 in tiles (AMX)."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
-    return model + (" with AMX" if any("amx_bf16" in line for line in lines) else "")
+            for kind, connection in connections.items():
+                connection.send(phase)
+                rates.setdefault((phase, kind), []).append(connection.recv())
+    connections["script"].send("")
+    gpu = connections["script"].recv()
+    for connection in connections.values():
+        connection.send(None)
+    median = {key: statistics.median(values) for key, values in rates.items()}
+    flags = [
+        f"--no-{name}" for name in ("bf16", "cuda", "cuda_graph", "torch_deterministic") if not getattr(args, name)
+    ]
+    flags += ["--compile"] * args.compile
+    print(
+        f"{args.backend} {' '.join(flags).replace('_', '-')}; {processor()}{'; ' + gpu if gpu else ''}; {args.env_id}, "
+    )
+    print(f"batch {args.batch_size}, {args.num_envs} games, medians of {args.rounds} × {args.seconds:g} s\n")
+    print("| phase | plain | script | ratio |\n|---|---|---|---|")
+    for phase, unit in PHASES.items():
+        plain, script = median[phase, "plain"], median[phase, "script"]
+        print(f"| {phase}, {unit} | {plain:.1f} | {script:.1f} | {script / plain:.2f}× |")
+    full = importlib.import_module(SCRIPTS[args.backend]).Args
+    sizes = (full.teacher_steps, full.offline_steps, full.total_timesteps)
+    hours = {
+        kind: sum(size / median[phase, kind] for size, phase in zip(sizes, PHASES, strict=True)) / 3600
+        for kind in connections
+    }
+    print(f"| run of full size, hours | {hours['plain']:.1f} | {hours['script']:.1f} | |")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning, wit
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.checkpoint import RandomState
-from cleanrl_utils.checks import check_args, require_memory
-from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy
+from cleanrl_utils.checks import check_args, check_memory, one_line_errors
+from cleanrl_utils.device import (
+    CudaGraph,
+    available_memory,
+    describe_torch,
+    fill_at_random,
+    gradient_cosine,
+    pick_torch_device,
+    rehearsed,
+)
 from cleanrl_utils.hub import check_upload_possible, upload_model
-from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.resume import Run, parse_args
-from cleanrl_utils.schedules import linear_schedule, times_due
-from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs, pinned
-from cleanrl_utils.torch_utils import available_memory, make_q_function, pick_device, save_model
+from cleanrl_utils.run import Run, parse_args
+from cleanrl_utils.tracking import atomic_write
 
 
 @dataclass
@@ -35,11 +38,14 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     torch_deterministic: bool = True
-    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    """if toggled, cuDNN computes deterministically; otherwise it tries which of its algorithms is fastest (by estimate,
+    updates on a GPU take 1.1 to 1.5 times as long when toggled)"""
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: bool = True
-    """if toggled, a GPU is given every update and every forward pass as one launch, a CUDA graph; the same numbers"""
+    """if toggled, a GPU is given every update as one launch, a CUDA graph; the same numbers"""
+    compile: bool = False
+    """if toggled, loss and gradient are compiled by torch.compile: minutes at the start, fewer kernels from there on"""
     bf16: bool = True
     """if toggled, hidden layers compute in bfloat16 where the hardware does; last layer and loss stay float32"""
     track: bool = False
@@ -73,7 +79,8 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it"""
+    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
+    are too small for 16 and the flag is not given"""
     buffer_size: int = 1000000
     """the replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99
@@ -119,20 +126,46 @@ class QNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # bfloat16 holds 0 to 255 exactly: the same numbers as dividing in float32 and rounding, in half the memory.
-        x = x.to(dtype=self.network[0].weight.dtype, memory_format=torch.channels_last) / 255.0
-        return self.network[-1](self.network[:-1](x).float())  # bfloat16 would round away differences of actions
+        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away differences of actions
+            return self.network[-1](hidden.float())
+
+
+def save_model(network: nn.Module, path: Path) -> None:
+    """Writes the state dict, contiguous and on the CPU whatever the network's layout."""
+    with atomic_write(path) as file:
+        torch.save({key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}, file)
+
+
+class Transitions(NamedTuple):
+    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L.
+
+    Only the newest frame of an observation is stored; stacks of 4 are built when sampling.
+    """
+
+    frame: torch.Tensor
+    """uint8 (L, N, 84, 84), the newest frame of what was observed"""
+    action: torch.Tensor
+    """uint8 (L, N), what was done then"""
+    reward: torch.Tensor
+    """float32 (L, N), what came of it, clipped to [−1, 1]"""
+    terminated: torch.Tensor
+    """bool (L, N), whether it cost a life or ended the game"""
+    age: torch.Tensor
+    """int32 (L, N), steps since the game's reset: where a stack of frames has to stop"""
+    valid: torch.Tensor
+    """bool (L, N), False for a game's final frame: its action was ignored and the next frame is of another game"""
 
 
 class Batch(NamedTuple):
-    """Transitions as the loss needs them; B of them."""
+    """B transitions as the loss needs them."""
 
     observation: torch.Tensor
     """uint8 (B, 4, 84, 84)"""
     action: torch.Tensor
     """int64 (B,)"""
     n_step_return: torch.Tensor
-    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state, each clipped to [−1, 1]"""
+    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state"""
     bootstrap_observation: torch.Tensor
     """uint8 (B, 4, 84, 84)"""
     bootstrap_discount: torch.Tensor
@@ -140,176 +173,227 @@ class Batch(NamedTuple):
 
 
 class Replay:
-    """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once."""
+    """The last `buffer_size` environment steps of N environments, on the device that learns from them."""
+
+    BYTES_PER_STEP = 84 * 84 + 1 + 4 + 1 + 4 + 1
 
     def __init__(self, args: Args, device: torch.device):
-        self.length, self.num_envs = ring_length(args.buffer_size, args.num_envs), args.num_envs
+        self.length = args.buffer_size // args.num_envs
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)
         self.n_step, self.gamma = args.n_step, args.gamma
-        self.rows_written = 0
-        shape = (self.length, self.num_envs)
-        self.frame = torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device)
-        self.action = torch.empty(shape, dtype=torch.uint8, device=device)
-        self.reward = torch.empty(shape, dtype=torch.float32, device=device)
-        self.terminated = torch.empty(shape, dtype=torch.bool, device=device)
-        self.age = torch.empty(shape, dtype=torch.int32, device=device)
-        self.valid = torch.empty(shape, dtype=torch.bool, device=device)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
-        self.offsets = torch.arange(STACK - 1, -1, -1, device=device)
-        self.ahead = torch.arange(self.n_step, device=device)
-        self.env_age = np.zeros(self.num_envs, np.int32)
+        shape = (self.length, args.num_envs)
+        self.ring = Transitions(
+            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device),
+            action=torch.empty(shape, dtype=torch.uint8, device=device),
+            reward=torch.empty(shape, dtype=torch.float32, device=device),
+            terminated=torch.empty(shape, dtype=torch.bool, device=device),
+            age=torch.empty(shape, dtype=torch.int32, device=device),
+            valid=torch.empty(shape, dtype=torch.bool, device=device),
+        )
 
-    @staticmethod
-    def num_bytes(buffer_size: int) -> int:
-        """Bytes that a replay of this size takes."""
-        return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1)
-
-    def add(self, observation: np.ndarray, action: np.ndarray, step: Step) -> None:
-        """Appends a row per environment: what was seen, what was done, and what came of it."""
-        slot = self.rows_written % self.length
-        step_row = observation[:, -1], action, np.clip(step.reward, -1, 1), step.terminated, self.env_age, ~step.reset
-        rings = self.frame, self.action, self.reward, self.terminated, self.age, self.valid
-        for ring, values in zip(rings, step_row, strict=True):
+    def add(self, observation: torch.Tensor, action: np.ndarray, step: Step) -> None:
+        """Appends a step of each environment: what was observed and done, and what came of it."""
+        reward = np.clip(step.reward, -1, 1)
+        values = observation[:, -1], action, reward, step.terminated, self.age, ~step.reset
+        for array, value in zip(self.ring, values, strict=True):
             # A plain assignment would wait until a GPU has learned all that it was asked to.
-            ring[slot].copy_(pinned(values, ring.device), non_blocking=True)
-        self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
-        self.rows_written += 1
+            array[self.steps_added % self.length].copy_(torch.as_tensor(value), non_blocking=True)
+        self.age = np.where(step.reset, 0, self.age + 1).astype(np.int32)
+        self.steps_added += 1
+
+    def end_games(self) -> None:
+        """Ends all games where they are, as truncated: what followed the last step was lost when the run stopped."""
+        self.ring.valid[(self.steps_added - 1) % self.length] = False
+        self.age[:] = 0
 
     @property
     def window(self) -> tuple[int, int]:
-        """The rows [low, high) that may be sampled."""
-        return sampling_window(self.rows_written, self.length, self.n_step)
+        """The steps [low, high) that may be sampled: bootstrap state added, stack's oldest frame not overwritten."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        return low, max(low, self.steps_added - self.n_step)
 
-    def sample(self, batch_size: int, low: int | torch.Tensor, high: int | torch.Tensor) -> Batch:
-        """A batch drawn uniformly, with replacement, from the transitions in rows [low, high), usually the window."""
-        device = self.frame.device
+    def sample(self, batch_size: int, low: float, high: float, generator: torch.Generator) -> Batch:
+        """A batch drawn uniformly, with replacement, from the valid transitions of steps [low, high) of all games."""
         # Final frames are no transitions and are drawn again: eight tries at once, so that no GPU need be waited for.
-        # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
-        # The window moves, and randint would want its ends on the host: float64 counts any replay's rows exactly.
-        fraction = torch.rand((8, batch_size), generator=self.generator, device=device, dtype=torch.float64)
-        row = low + (fraction * (high - low)).long()
-        env = torch.randint(0, self.num_envs, (8, batch_size), generator=self.generator, device=device)
-        first = self.valid[row % self.length, env].int().argmax(dim=0, keepdim=True)
-        row, env = row.gather(0, first)[0], env.gather(0, first)[0]
-        neighbour = torch.where(row > low, row - 1, row + 1)
-        return self.batch(torch.where(self.valid[row % self.length, env], row, neighbour), env)
+        # The window moves, and randint would want its ends on the host: float64 counts any replay's steps exactly.
+        shape, device = (8, batch_size), generator.device
+        fraction = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+        t = low + (fraction * (high - low)).long()
+        env = torch.randint(0, self.ring.valid.shape[1], shape, generator=generator, device=device)
+        first = self.ring.valid[t % self.length, env].int().argmax(dim=0, keepdim=True)
+        return self.batch(t.gather(0, first)[0], env.gather(0, first)[0])
 
-    def batch(self, row: torch.Tensor, env: torch.Tensor) -> Batch:
-        """The transitions that start at ``row``, int64 (B,), of ring ``env``, int64 (B,)."""
-        slots, envs = (row[:, None] + self.ahead) % self.length, env[:, None]
-        returns, steps, discount = n_step_return(
-            self.reward[slots, envs], self.terminated[slots, envs], self.valid[slots, envs], self.gamma
-        )
-        return Batch(
-            self.stack(row, env), self.action[slots[:, 0], env].long(), returns, self.stack(row + steps, env), discount
-        )
+    def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
+        """The transitions from step ``t``, int64 (B,), of environment ``env``, int64 (B,)."""
+        # The n-step return ends with a life, without a bootstrap, and at a truncated game's final frame, with one.
+        n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
+        playing = torch.ones_like(t, dtype=torch.bool)
+        for k in range(self.n_step):
+            slot = (t + k) % self.length
+            playing = playing & self.ring.valid[slot, env]
+            n_step_return = n_step_return + playing * self.gamma**k * self.ring.reward[slot, env]
+            survives = self.gamma * ~self.ring.terminated[slot, env]
+            discount = discount * torch.where(playing, survives, 1.0)
+            m = m + playing
+            playing = playing & ~self.ring.terminated[slot, env]
+        slot = t % self.length
+        action = self.ring.action[slot, env].long()
+        return Batch(self.stack(t, env), action, n_step_return, self.stack(t + m, env), discount)
 
-    def stack(self, row: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
-        """The observations at ``row``, uint8 (B, 4, 84, 84)."""
-        rows, in_game = stack_rows(row, self.age[row % self.length, env], self.offsets)
-        return self.frame[rows % self.length, env[:, None]] * in_game[:, :, None, None]
+    def stack(self, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
+        """The observations at step ``t``, uint8 (B, 4, 84, 84); zero where a frame is of before the game's reset."""
+        ago = torch.arange(3, -1, -1, device=t.device)
+        in_game = self.ring.age[t % self.length, env][:, None] >= ago
+        return self.ring.frame[(t[:, None] - ago) % self.length, env[:, None]] * in_game[:, :, None, None]
 
 
-@torch.no_grad()
-def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
-    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
-    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+class Losses(NamedTuple):
+    """The loss, a scalar, and the Q-values it is made of."""
+
+    loss: torch.Tensor
+    q_values: torch.Tensor
+    """float32 (B,), of the actions taken"""
 
 
-def td_loss(q_network: nn.Module, target: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
-    q_values = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
-    return F.mse_loss(q_values, target), q_values
+def dqn_loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> Losses:
+    """Mean squared TD error (Mnih et al., 2015, eq. 2): mean (Q(s,a) − y)², y = Σ γᵏ r + γᵐ max Q'(s',·)."""
+    with torch.no_grad():
+        bootstrap = target_network(batch.bootstrap_observation).amax(dim=1)
+        td_target = batch.n_step_return + batch.bootstrap_discount * bootstrap
+    q_of_action = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
+    return Losses(F.mse_loss(q_of_action, td_target), q_of_action)
+
+
+def make_learner(
+    args: Args, num_actions: int, device: torch.device
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Generator]:
+    """What a run learns with: Q-network, target network, optimizer, the random numbers of sampling."""
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
+    q_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
+    capturable = args.cuda_graph and device.type == "cuda"
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=capturable)
+    return q_network, copy.deepcopy(q_network), optimizer, torch.Generator(device).manual_seed(args.seed)
 
 
 def make_update(
-    online: WorkingCopy, target: WorkingCopy, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
-) -> Callable[..., dict[str, torch.Tensor]]:
-    """The ``count`` updates due as a function of the sampling window; on a GPU as one launch (`cuda_graph`).
+    q_network: nn.Module,
+    target_network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replay: Replay,
+    generator: torch.Generator,
+    autocast: torch.autocast,
+    args: Args,
+) -> Callable[[float, float], Losses]:
+    """A function that makes gradient steps, on a GPU each as one launch if `cuda_graph`."""
 
-    It returns the last one's loss, Q-values of the actions taken, and batch.
-    """
+    loss_of = torch.compile(dqn_loss) if args.compile else dqn_loss
 
-    def update(low: int, high: int, *, count: int) -> dict[str, torch.Tensor]:
-        # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
-        batches = replay.sample(count * args.batch_size, low, high)
-        columns = (x.split(args.batch_size) for x in (td_target(target.network, batches), *batches))
-        for y, *batch in zip(*columns, strict=True):
-            loss, q_values = td_loss(online.network, y, Batch(*batch))
-            online.network.zero_grad()
-            loss.backward()
-            online.step(optimizer)
-        return {"loss": loss.detach(), "q_values": q_values.detach(), **Batch(*batch)._asdict()}
+    def update(low: float, high: float) -> Losses:
+        """A step on transitions of steps [low, high). A CUDA graph's arguments are tensors, read at every launch."""
+        batch = replay.sample(args.batch_size, low, high, generator)
+        with autocast:
+            losses = loss_of(q_network, target_network, batch)
+        optimizer.zero_grad()
+        losses.loss.backward()
+        optimizer.step()
+        return Losses(*(term.detach() for term in losses))
 
-    device = replay.frame.device
-    return cuda_graphs(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
+    return CudaGraph(update, generator) if args.cuda_graph and generator.device.type == "cuda" else update
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """From ``start`` straight to ``end`` over ``duration`` steps, then constant."""
+    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+
+
+def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+    """The action of largest Q-value, or with probability ``epsilon`` any action; int64 (B,) from float (B, A)."""
+    batch, num_actions = q_values.shape
+    random = rng.integers(0, num_actions, batch)
+    return np.where(rng.random(batch) < epsilon, random, q_values.argmax(dim=1).cpu().numpy())
+
+
+def times_due(start: int, end: int, every: int) -> int:
+    """How many multiples of ``every`` lie in (start, end]."""
+    return end // every - start // every
 
 
 @torch.no_grad()
-def update_target(target: WorkingCopy, online: WorkingCopy, tau: float) -> None:
+def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
-    for parameter, other in zip(target.original.parameters(), online.original.parameters(), strict=True):
-        parameter.lerp_(other, tau)
-    target.refresh()
+    for target, online in zip(target_network.parameters(), q_network.parameters(), strict=True):
+        target.lerp_(online, tau)
+
+
+def rehearse(args: Args, num_actions: int) -> float:
+    """Makes a few updates as a run will, of throwaway networks on random steps; returns `gradient_cosine`."""
+    device, autocast = pick_torch_device(args.cuda, args.bf16)
+    q_network, target_network, optimizer, generator = make_learner(args, num_actions, device)
+    replay = Replay(dataclasses.replace(args, buffer_size=64 * args.num_envs), device)
+    fill_at_random(replay, num_actions)
+    update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+    for _ in range(CudaGraph.CALLS_BEFORE + 2):
+        update(*replay.window)
+    batch = replay.sample(args.batch_size, *replay.window, generator)
+    return gradient_cosine(lambda *x: dqn_loss(*x).loss, q_network, target_network, batch, autocast)
 
 
 def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
-    device, bf16 = pick_device(args.cuda, args.bf16)
-    require_memory(
-        Replay.num_bytes(args.buffer_size),
-        available_memory(device),
-        f"a replay of {args.buffer_size:,} steps",
-        "lower --buffer-size",
-    )
-    run = Run(args)
-    writer = run.writer
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    rng = np.random.default_rng(args.seed)
-
+    device, autocast = pick_torch_device(args.cuda, args.bf16)
+    check_memory(args, Replay.BYTES_PER_STEP, available_memory(device))
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
-    target_network = copy.deepcopy(q_network)
-    cuda_graph = args.cuda_graph and device.type == "cuda"
-    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
-    run.keep(q_network=ModuleState(q_network), target_network=ModuleState(target_network))
-    run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
-    online, target = WorkingCopy(q_network, bf16), WorkingCopy(target_network, bf16)
-    q_function = make_q_function(online.network, device, cuda_graph)
 
-    # ==================== phase 1: training ====================
-    if run.phase == 1:
+    if device.type == "cuda":
+        args = rehearsed(rehearse, args, envs.num_actions)
+
+    run = Run(args)
+    print(describe_torch(device, autocast, args.cuda_graph, envs.num_threads), flush=True)
+    writer = run.writer
+    rng = np.random.default_rng(args.seed)
+    q_network, target_network, optimizer, generator = make_learner(args, envs.num_actions, device)
+    run.register(q_network=q_network, target_network=target_network, optimizer=optimizer, rng=rng, generator=generator)
+
+    @torch.no_grad()
+    def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
+        with autocast:
+            return network(observation)
+
+    def player(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+        """The network as evaluations want it: from and to NumPy arrays."""
+        return lambda observation: q_values_of(network, torch.as_tensor(observation, device=device)).cpu().numpy()
+
+    # ==================== training ====================
+    if not run.over("training"):
         replay = Replay(args, device)
-        run.keep_replay("replay", ReplayState(replay))
-        update = make_update(online, target, optimizer, replay, args)
-        observation = run.reset(envs)
+        run.register_replay("replay", replay)
+        update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+        observation = torch.as_tensor(run.reset(envs), device=device)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        for global_step in run.steps(args.total_timesteps, args.num_envs, "DQN", "step"):
+        losses = None
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        for global_step in run.steps("training", args.total_timesteps, by=args.num_envs):
             next_step = global_step + args.num_envs
-            epsilon = linear_schedule(
-                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-            )
-            action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(q_values_of(q_network, observation), epsilon, rng))
 
-            # The emulator plays while the network learns.
-            updates_due = 0
-            if global_step >= args.learning_starts:
-                if updates_due := times_due(global_step, next_step, args.train_frequency):
-                    run.last_update = update(*replay.window, count=updates_due)
+            # Emulation overlaps learning; nothing from here to `recv` waits for a GPU.
+            low, high = replay.window
+            if global_step >= args.learning_starts and high > low:
+                for _ in range(times_due(global_step, next_step, args.train_frequency)):
+                    run.losses = losses = update(low, high)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                    update_target(target, online, args.tau)
+                    update_target(target_network, q_network, args.tau)
+            result = envs.recv()
+            replay.add(observation, action, result)
+            observation = torch.as_tensor(result.observation, device=device)
 
-            step = envs.recv()
-            replay.add(observation, action, step)
-            observation = step.observation
-            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
-                run.state["next_loss_log"] = next_step + 100
-                run.check_learning()
-                writer.add_scalar("losses/td_loss", run.last_update["loss"].item(), global_step)
-                writer.add_scalar("losses/q_values", run.last_update["q_values"].mean().item(), global_step)
-            for score, length in step.games:
+            for score, length in result.games:
                 recent_returns.append(score)
                 del recent_returns[:-10]
                 writer.add_scalar("charts/episodic_return", score, global_step)
@@ -318,23 +402,25 @@ def main(args: Args) -> None:
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
+                if losses:  # seldom: reading a loss waits for the device
+                    run.check_learning()
+                    writer.add_scalar("losses/td_loss", losses.loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
         del replay, update
         run.drop_replay()
-        run.end_phase(2)
+        run.end_phase("training")
     envs.close()
 
-    # ==================== phase 2: save and evaluate ====================
+    # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
-    if run.phase == 2:
+    if not run.over("evaluation"):
         if args.save_model:
             save_model(q_network, model_path)
             print(f"model saved to {model_path}")
-        run.evaluate("eval", q_function, args.eval_episodes)
+        run.evaluate("eval", player(q_network), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["eval"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)
-        run.end_phase(3)
-
-    # ==================== phase 3: upload ====================
+        run.end_phase("evaluation")
     run.close(run.videos)
     if args.upload_model:
         upload_model(args, run.dir, model_path, run.results["eval"], run.videos)

@@ -4,28 +4,28 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning, wit
 """
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.checkpoint import RandomState
-from cleanrl_utils.checks import check_args, require_memory
-from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy
+from cleanrl_utils.checks import check_args, check_memory, one_line_errors
+from cleanrl_utils.convert import write_flax
+from cleanrl_utils.device import available_jax_memory, check_jax_gradient, describe_jax, pick_jax_device
 from cleanrl_utils.hub import check_upload_possible, upload_model
-from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import first_params, of_action
-from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, pick_device, save_model
-from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.resume import Run, parse_args
-from cleanrl_utils.schedules import linear_schedule, times_due
+from cleanrl_utils.run import Run, parse_args
+
+Params = dict[str, Any]
+"""A Flax network's variables, {"params": {layer: {"kernel": …, "bias": …}}}"""
 
 
 @dataclass
@@ -67,7 +67,8 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it"""
+    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
+    are too small for 16 and the flag is not given"""
     buffer_size: int = 1000000
     """the replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99
@@ -106,54 +107,83 @@ class QNetwork(nn.Module):
         for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
         x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+        # bfloat16, or the TF32 that a GPU makes of float32, would round away differences of actions.
+        return nn.Dense(self.num_actions, dtype=jnp.float32, precision="highest")(x)
+
+
+def first_params(network: nn.Module, key: jax.Array) -> Params:
+    """A new network's variables, float32: kernels and biases uniform in ±1/√fan_in, as PyTorch's layers begin.
+
+    (flax's biases begin as zeros.)
+    """
+    shapes = jax.eval_shape(network.init, key, np.zeros((1, 4, 84, 84), np.uint8))
+    params = {}
+    for layer, arrays in flatten_dict(shapes, is_leaf=lambda path, node: "kernel" in node).items():
+        bound = math.prod(arrays["kernel"].shape[:-1]) ** -0.5
+        for name, array in arrays.items():
+            key, own_key = jax.random.split(key)
+            params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
+    return unflatten_dict(params)
+
+
+def save_model(params: Params, path: Path) -> None:
+    """Writes the variables as msgpack that ``flax.serialization.from_bytes`` reads."""
+    write_flax(path, {key: np.asarray(value) for key, value in flatten_dict(params, sep="/").items()})
+
+
+class Transitions(NamedTuple):
+    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L.
+
+    Only the newest frame of an observation is stored; stacks of 4 are built when sampling.
+    """
+
+    frame: jax.Array
+    """uint8 (L, N, 84, 84), the newest frame of what was observed"""
+    action: jax.Array
+    """uint8 (L, N), what was done then"""
+    reward: jax.Array
+    """float32 (L, N), what came of it, clipped to [−1, 1]"""
+    terminated: jax.Array
+    """bool (L, N), whether it cost a life or ended the game"""
+    age: jax.Array
+    """int32 (L, N), steps since the game's reset: where a stack of frames has to stop"""
+    valid: jax.Array
+    """bool (L, N), False for a game's final frame: its action was ignored and the next frame is of another game"""
 
 
 class Batch(NamedTuple):
-    """Transitions as the loss needs them; B of them."""
+    """B transitions as the loss needs them."""
 
     observation: jax.Array
     """uint8 (B, 4, 84, 84)"""
     action: jax.Array
     """uint8 (B,)"""
     n_step_return: jax.Array
-    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state, each clipped to [−1, 1]"""
+    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state"""
     bootstrap_observation: jax.Array
     """uint8 (B, 4, 84, 84)"""
     bootstrap_discount: jax.Array
     """float32 (B,), γᵐ, or 0 where the life or the game ended before"""
 
 
-class Rows(NamedTuple):
-    """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
-
-    L rows of N environments: frame uint8 (L, N, 84, 84), the rest (L, N):
-    action uint8, reward float32 and clipped, terminated bool, age int32, valid bool.
-    """
-
-    frame: jax.Array
-    action: jax.Array
-    reward: jax.Array
-    terminated: jax.Array
-    age: jax.Array
-    valid: jax.Array
-
-
-@functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
-def write_row(rows: Rows, slot: int, row: Rows) -> Rows:
-    """``rows`` with those in ``slot`` replaced, of all environments; ``row`` has the shapes without L."""
-    return jax.tree.map(lambda ring, value: jax.lax.dynamic_update_index_in_dim(ring, value, slot, 0), rows, row)
+@functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
+def write_step(ring: Transitions, slot: int, step: Transitions) -> Transitions:
+    """``ring`` with what is in ``slot`` replaced, of all environments; ``step`` has the shapes without L."""
+    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
 
 
 class Replay:
-    """Rows on the device, and what the host has to know of them."""
+    """The last `buffer_size` environment steps: on the device, and what the host has to know of them."""
 
-    def __init__(self, buffer_size: int, args: Args):
-        self.length, self.num_envs, self.n_step = ring_length(buffer_size, args.num_envs), args.num_envs, args.n_step
-        self.rows_written = 0
-        self.env_age = np.zeros(self.num_envs, np.int32)
-        shape = (self.length, self.num_envs)
-        self.rows = Rows(
+    BYTES_PER_STEP = 84 * 84 + 1 + 4 + 1 + 4 + 1
+
+    def __init__(self, args: Args):
+        self.length = args.buffer_size // args.num_envs
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)
+        self.n_step = args.n_step
+        shape = (self.length, args.num_envs)
+        self.ring = Transitions(
             frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
             action=jnp.zeros(shape, jnp.uint8),
             reward=jnp.zeros(shape, jnp.float32),
@@ -162,71 +192,86 @@ class Replay:
             valid=jnp.zeros(shape, bool),
         )
 
-    @staticmethod
-    def num_bytes(buffer_size: int) -> int:
-        """Bytes that a replay of this size takes."""
-        return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1)
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """The rows [low, high) that may be sampled."""
-        return sampling_window(self.rows_written, self.length, self.n_step)
-
     def add(self, observation: np.ndarray, action: np.ndarray, step: Step) -> None:
-        """Appends a row per environment: what was seen, what was done, and what came of it."""
-        row = Rows(
+        """Appends a step of each environment: what was observed and done, and what came of it."""
+        values = Transitions(
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(step.reward, -1, 1).astype(np.float32),
             terminated=step.terminated,
-            age=self.env_age,
+            age=self.age,
             valid=~step.reset,
         )
-        self.rows = write_row(self.rows, self.rows_written % self.length, row)
-        self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
-        self.rows_written += 1
+        self.ring = write_step(self.ring, self.steps_added % self.length, values)
+        self.age = np.where(step.reset, 0, self.age + 1).astype(np.int32)
+        self.steps_added += 1
+
+    def end_games(self) -> None:
+        """Ends all games where they are, as truncated: what followed the last step was lost when the run stopped."""
+        valid = self.ring.valid.at[(self.steps_added - 1) % self.length].set(False)
+        self.ring = self.ring._replace(valid=valid)
+        self.age = np.zeros_like(self.age)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The steps [low, high) that may be sampled: bootstrap state added, stack's oldest frame not overwritten."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        return low, max(low, self.steps_added - self.n_step)
 
 
-def transitions(rows: Rows, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
-    """The transitions that start at ``row``, integer (B,), of ring ``env``, integer (B,)."""
-    length = rows.frame.shape[0]
-    slots, envs = (row[:, None] + jnp.arange(n_step)) % length, env[:, None]
-    returns, steps, discount = n_step_return(
-        rows.reward[slots, envs], rows.terminated[slots, envs], rows.valid[slots, envs], gamma
-    )
-
-    def stack(row: jax.Array) -> jax.Array:
-        """The observations at ``row``, uint8 (B, 4, 84, 84)."""
-        stacked, in_game = stack_rows(row, rows.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
-        return rows.frame[stacked % length, envs] * in_game[:, :, None, None]
-
-    return Batch(stack(row), rows.action[row % length, env], returns, stack(row + steps), discount)
-
-
-def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float) -> Batch:
-    """A batch drawn uniformly, with replacement, from the transitions in the ``window`` [low, high) of rows."""
-    length, num_envs = rows.action.shape
-    row_key, env_key = jax.random.split(key)
+def sample(ring: Transitions, key: jax.Array, low: int, high: int, args: Args) -> Batch:
+    """A batch drawn uniformly, with replacement, from the valid transitions of steps [low, high) of all games."""
+    length, num_envs = ring.valid.shape
+    t_key, env_key = jax.random.split(key)
     # Final frames are no transitions and are drawn again: eight tries at once, for the shapes are fixed.
-    # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
-    row = jax.random.randint(row_key, (8, batch_size), *window)
-    env = jax.random.randint(env_key, (8, batch_size), 0, num_envs)
-    first = rows.valid[row % length, env].argmax(axis=0)[None]
-    row, env = jnp.take_along_axis(row, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
-    neighbour = jnp.where(row > window[0], row - 1, row + 1)
-    return transitions(rows, jnp.where(rows.valid[row % length, env], row, neighbour), env, n_step, gamma)
+    t = jax.random.randint(t_key, (8, args.batch_size), low, high)
+    env = jax.random.randint(env_key, (8, args.batch_size), 0, num_envs)
+    first = ring.valid[t % length, env].argmax(axis=0)[None]
+    t, env = jnp.take_along_axis(t, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
+    return transitions(ring, t, env, args.n_step, args.gamma)
 
 
-def td_target(target_params: Params, batch: Batch, apply: Apply) -> jax.Array:
-    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+    """The transitions from step ``t``, integer (B,), of environment ``env``, integer (B,)."""
+    length = ring.valid.shape[0]
+
+    def stack(t: jax.Array) -> jax.Array:
+        """The observations at step ``t``, uint8 (B, 4, 84, 84); zero where a frame is of before the game's reset."""
+        ago = jnp.arange(3, -1, -1)
+        in_game = ring.age[t % length, env][:, None] >= ago
+        return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_game[:, :, None, None]
+
+    # The n-step return ends with a life, without a bootstrap, and at a truncated game's final frame, with one.
+    n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
+    playing = jnp.ones(t.shape, bool)
+    for k in range(n_step):
+        slot = (t + k) % length
+        playing = playing & ring.valid[slot, env]
+        n_step_return = n_step_return + playing * gamma**k * ring.reward[slot, env]
+        discount = discount * jnp.where(playing, gamma * ~ring.terminated[slot, env], 1.0)
+        m = m + playing
+        playing = playing & ~ring.terminated[slot, env]
+    slot = t % length
+    return Batch(stack(t), ring.action[slot, env], n_step_return, stack(t + m), discount)
+
+
+class Losses(NamedTuple):
+    """The loss, a scalar, and the Q-values it is made of."""
+
+    loss: jax.Array
+    q_values: jax.Array
+    """float32 (B,), of the actions taken"""
+
+
+def dqn_loss(params: Params, target_params: Params, batch: Batch, apply: Callable) -> tuple[jax.Array, Losses]:
+    """Mean squared TD error (Mnih et al., 2015, eq. 2): mean (Q(s,a) − y)², y = Σ γᵏ r + γᵐ max Q'(s',·)."""
     bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
-    return batch.n_step_return + batch.bootstrap_discount * bootstrap
-
-
-def td_loss(params: Params, target: jax.Array, batch: Batch, apply: Apply) -> tuple[jax.Array, jax.Array]:
-    """Mean squared TD error (Mnih et al., 2015, eq. 2), and the Q-values of the actions taken, float32 (B,)."""
-    q_values = of_action(apply(params, batch.observation), batch.action)
-    return jnp.mean((q_values - target) ** 2), q_values
+    td_target = jax.lax.stop_gradient(batch.n_step_return + batch.bootstrap_discount * bootstrap)
+    q_values = apply(params, batch.observation)
+    # A sum over what is equal, and not an index: the gradient of one is a scatter, which is slow on a GPU.
+    q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
+    loss = jnp.mean((q_of_action - td_target) ** 2)
+    return loss, Losses(loss, q_of_action)
 
 
 class TrainState(NamedTuple):
@@ -240,35 +285,20 @@ class TrainState(NamedTuple):
 
 def update(
     state: TrainState,
-    rows: Rows,
-    window: tuple[int, int],
-    count: int,
+    ring: Transitions,
+    low: int,
+    high: int,
     args: Args,
-    apply: Apply,
+    apply: Callable,
     optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
-    """``count`` updates, each on a batch of its own from the ``window`` of rows; returns what the last one lost too."""
-
-    def one(state: TrainState, part: tuple[jax.Array, Batch]) -> tuple[TrainState, tuple[jax.Array, jax.Array]]:
-        losses, gradients = jax.value_and_grad(td_loss, has_aux=True)(state.params, *part, apply)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, optimizer_state=optimizer_state), losses
-
-    def draw(key: jax.Array, size: int) -> tuple[jax.Array, Batch]:
-        batch = sample(rows, key, window, size, args.n_step, args.gamma)
-        return td_target(state.target_params, batch, apply), batch
-
-    if jax.default_backend() == "cpu":  # within a loop, its convolutions are thirty times slower
-        for _ in range(count):
-            key, sample_key = jax.random.split(state.key)
-            state, losses = one(state._replace(key=key), draw(sample_key, args.batch_size))
-        return state, losses
-    # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
+) -> tuple[TrainState, Losses]:
+    """A gradient step on transitions of steps [low, high)."""
     key, sample_key = jax.random.split(state.key)
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), draw(sample_key, count * args.batch_size))
-    state, losses = jax.lax.scan(one, state._replace(key=key), parts)
-    return state, jax.tree.map(lambda value: value[-1], losses)
+    batch = sample(ring, sample_key, low, high, args)
+    gradients, losses = jax.grad(dqn_loss, has_aux=True)(state.params, state.target_params, batch, apply)
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, state.target_params, optimizer_state, key), losses
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -277,65 +307,99 @@ def update_target(state: TrainState, tau: float) -> TrainState:
     return state._replace(target_params=optax.incremental_update(state.params, state.target_params, tau))
 
 
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """From ``start`` straight to ``end`` over ``duration`` steps, then constant."""
+    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+
+
+def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+    """The action of largest Q-value, or with probability ``epsilon`` any action; int64 (B,) from float (B, A)."""
+    batch, num_actions = q_values.shape
+    random = rng.integers(0, num_actions, batch)
+    return np.where(rng.random(batch) < epsilon, random, np.asarray(q_values).argmax(axis=1))
+
+
+def times_due(start: int, end: int, every: int) -> int:
+    """How many multiples of ``every`` lie in (start, end]."""
+    return end // every - start // every
+
+
+def rehearse(args: Args, num_actions: int, dtype: jnp.dtype) -> None:
+    """Compares a gradient with that of float32 on the CPU; raises UserError if a GPU computes another one."""
+    key = jax.random.PRNGKey(args.seed)
+    frames, one = jax.random.bits(key, (args.batch_size, 4, 84, 84), jnp.uint8), jnp.ones(args.batch_size)
+    batch = Batch(frames, one.astype(jnp.uint8), one, frames, one)
+
+    def gradient(network: nn.Module) -> Callable:
+        return jax.grad(lambda *x: dqn_loss(*x, network.apply)[0])
+
+    params = first_params(QNetwork(num_actions), key)
+    fast, exact = gradient(QNetwork(num_actions, dtype)), gradient(QNetwork(num_actions))
+    check_jax_gradient(fast, exact, params, params, batch)
+
+
 def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
-    on_cpu = pick_device()  # where XLA computes bfloat16 convolutions more slowly than float32 ones
-    require_memory(
-        Replay.num_bytes(args.buffer_size),
-        available_memory(),
-        f"a replay of {args.buffer_size:,} steps",
-        "lower --buffer-size",
-    )
+    dtype = pick_jax_device(args.bf16)
+    check_memory(args, Replay.BYTES_PER_STEP, available_jax_memory())
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
+
+    rehearse(args, envs.num_actions, dtype)
+
     run = Run(args)
+    print(describe_jax(dtype, envs.num_threads), flush=True)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    q_network = QNetwork(envs.num_actions, jnp.bfloat16 if args.bf16 and not on_cpu else jnp.float32)
+    q_network = QNetwork(envs.num_actions, dtype)
     optimizer = optax.adam(args.learning_rate)
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = first_params(q_network, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    kept = TreeState(lambda: state)
-    run.keep(state=kept, exploration=RandomState(rng))
-    state = kept.restored(state)
+    run.register(state=lambda: state, rng=rng)
+    state = run.restored("state", state)
     learn = functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer)
-    learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
-    q_function = make_q_function(jax.jit(q_network.apply), lambda: state.params)
+    learn = jax.jit(learn, donate_argnames="state")
+    apply = jax.jit(q_network.apply)
 
-    # ==================== phase 1: training ====================
-    if run.phase == 1:
-        replay = Replay(args.buffer_size, args)
-        run.keep_replay("replay", ReplayState(replay))
+    def player(params: Params) -> Callable[[np.ndarray], np.ndarray]:
+        """The network as evaluations want it: from and to NumPy arrays, of any batch size."""
+
+        def q_values_of(observation: np.ndarray) -> np.ndarray:
+            # Games end one by one: black observations behind them make it powers of two that `apply` is compiled for.
+            batch = len(observation)
+            padded = np.pad(observation, [(0, (1 << (batch - 1).bit_length()) - batch), (0, 0), (0, 0), (0, 0)])
+            return np.asarray(apply(params, padded))[:batch]
+
+        return q_values_of
+
+    # ==================== training ====================
+    if not run.over("training"):
+        replay = Replay(args)
+        run.register_replay("replay", replay)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        for global_step in run.steps(args.total_timesteps, args.num_envs, "DQN", "step"):
+        losses = None
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        for global_step in run.steps("training", args.total_timesteps, by=args.num_envs):
             next_step = global_step + args.num_envs
-            epsilon = linear_schedule(
-                args.start_e, args.end_e, args.exploration_fraction * args.total_timesteps, global_step
-            )
-            action = envs.send(epsilon_greedy(q_function(observation), epsilon, rng))
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(apply(state.params, observation), epsilon, rng))
 
-            # The emulator plays while the network learns: neither of these calls waits for its result.
-            updates_due = 0
-            if global_step >= args.learning_starts:
-                if updates_due := times_due(global_step, next_step, args.train_frequency):
-                    state, (loss, q_values) = learn(state, replay.rows, replay.window, updates_due)
-                    run.last_update = {"loss": loss, "q_values": q_values}
+            # Emulation overlaps learning; nothing from here to `recv` waits for a GPU.
+            low, high = replay.window
+            if global_step >= args.learning_starts and high > low:
+                for _ in range(times_due(global_step, next_step, args.train_frequency)):
+                    state, losses = learn(state, replay.ring, low, high)
+                    run.losses = losses
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
+            result = envs.recv()
+            replay.add(observation, action, result)
+            observation = result.observation
 
-            step = envs.recv()
-            replay.add(observation, action, step)
-            observation = step.observation
-            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
-                run.state["next_loss_log"] = next_step + 100
-                run.check_learning()
-                writer.add_scalar("losses/td_loss", loss.item(), global_step)
-                writer.add_scalar("losses/q_values", q_values.mean().item(), global_step)
-            for score, length in step.games:
+            for score, length in result.games:
                 recent_returns.append(score)
                 del recent_returns[:-10]
                 writer.add_scalar("charts/episodic_return", score, global_step)
@@ -344,23 +408,25 @@ def main(args: Args) -> None:
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
+                if losses:  # seldom: reading a loss waits for the device
+                    run.check_learning()
+                    writer.add_scalar("losses/td_loss", losses.loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
         del replay
         run.drop_replay()
-        run.end_phase(2)
+        run.end_phase("training")
     envs.close()
 
-    # ==================== phase 2: save and evaluate ====================
+    # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
-    if run.phase == 2:
+    if not run.over("evaluation"):
         if args.save_model:
             save_model(state.params, model_path)
             print(f"model saved to {model_path}")
-        run.evaluate("eval", q_function, args.eval_episodes)
+        run.evaluate("eval", player(state.params), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["eval"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)
-        run.end_phase(3)
-
-    # ==================== phase 3: upload ====================
+        run.end_phase("evaluation")
     run.close(run.videos)
     if args.upload_model:
         upload_model(args, run.dir, model_path, run.results["eval"], run.videos)

@@ -1,10 +1,9 @@
 """QDagger on Atari in PyTorch: a student learns from a trained teacher, offline, then online while the teaching fades.
 
-Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/rl-algorithms/qdagger.md
+Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/qdagger.md
 """
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +13,24 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from huggingface_hub import hf_hub_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.checkpoint import RandomState
-from cleanrl_utils.checks import check_args, require_replay_memory
-from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
-from cleanrl_utils.hub import check_upload_possible, upload_model
-from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.resume import Run, parse_args
-from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.schedules import linear_schedule, offline_updates_per_call, times_due
-from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
-from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_speed import WorkingCopy, cuda_graphs, half_of_the_threads, pinned
-from cleanrl_utils.torch_utils import available_memory, make_judge, make_q_function, pick_device, save_model
+from cleanrl_utils.checks import check_args, check_memory, one_line_errors
+from cleanrl_utils.convert import check_weights, flax_to_torch, is_torch_file, model_errors, read_flax
+from cleanrl_utils.device import (
+    CudaGraph,
+    available_memory,
+    describe_torch,
+    fill_at_random,
+    gradient_cosine,
+    pick_torch_device,
+    rehearsed,
+)
+from cleanrl_utils.evaluation import print_summary, warn_of_weak_teacher
+from cleanrl_utils.hub import check_upload_possible, download_errors, upload_model
+from cleanrl_utils.run import Run, parse_args
+from cleanrl_utils.tracking import atomic_write
 
 
 @dataclass
@@ -38,11 +40,14 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     torch_deterministic: bool = True
-    """if toggled, `torch.backends.cudnn.deterministic=True`"""
+    """if toggled, cuDNN computes deterministically; otherwise it tries which of its algorithms is fastest (by estimate,
+    updates on a GPU take 1.1 to 1.5 times as long when toggled)"""
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: bool = True
-    """if toggled, a GPU is given every update and every forward pass as one launch, a CUDA graph; the same numbers"""
+    """if toggled, a GPU is given every update as one launch, a CUDA graph; the same numbers"""
+    compile: bool = False
+    """if toggled, loss and gradient are compiled by torch.compile: minutes at the start, fewer kernels from there on"""
     bf16: bool = True
     """if toggled, hidden layers, student's and teacher's, compute in bfloat16 where the processor does so in hardware;
     the last ones and the losses stay float32"""
@@ -79,7 +84,8 @@ class Args:
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it"""
+    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
+    are too small for 16 and the flag is not given"""
     buffer_size: int = 1000000
     """the online replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99
@@ -155,21 +161,22 @@ class QNetwork(nn.Module):
 
     def __init__(self, num_actions: int):
         super().__init__()
+        c0, c1, c2, hidden = 16, 32, 32, 256
         self.network = nn.Sequential(
-            ConvSequence(4, 16),
-            ConvSequence(16, 32),
-            ConvSequence(32, 32),
+            ConvSequence(4, c0),
+            ConvSequence(c0, c1),
+            ConvSequence(c1, c2),
             nn.Flatten(),
             nn.ReLU(),
-            nn.Linear(3872, 256),
+            nn.Linear(c2 * 11 * 11, hidden),
             nn.ReLU(),
-            nn.Linear(256, num_actions),
+            nn.Linear(hidden, num_actions),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # bfloat16 holds 0 to 255 exactly: the same numbers as dividing in float32 and rounding, in half the memory.
-        x = x.to(dtype=self.network[0].conv.weight.dtype, memory_format=torch.channels_last) / 255.0
-        return self.network[-1](self.network[:-1](x).float())  # bfloat16 would round away differences of actions
+        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away differences of actions
+            return self.network[-1](hidden.float())
 
 
 class TeacherNetwork(nn.Module):
@@ -191,31 +198,78 @@ class TeacherNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(dtype=self.network[0].weight.dtype, memory_format=torch.channels_last) / 255.0
-        return self.network[-1](self.network[:-1](x).float())
+        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.network[-1](hidden.float())
 
 
-def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> nn.Module:
-    """The network in ``path``: a DQN or a former student, from PyTorch or JAX; ``bf16`` is for its hidden layers.
+def load_teacher(repo: str, exp_name: str, num_actions: int) -> nn.Module:
+    """The teacher ``{exp_name}.cleanrl_model`` of a local directory or, where there is none, of a hub repository.
 
     Raises:
-        UserError: the file is no model, or one of a game with another number of actions.
+        UserError: there is no such file, it can't be had, or it is no model of this game.
     """
-    weights = read_teacher(path, num_actions, env_id)
-    network = TeacherNetwork(num_actions) if architecture_of(weights) == "nature" else QNetwork(num_actions)
-    network.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
-    return WorkingCopy(network, bf16).network
+    filename = f"{exp_name}.cleanrl_model"
+    with download_errors(repo, filename):
+        directory = Path(repo).expanduser()
+        path = directory / filename if directory.is_dir() else Path(hf_hub_download(repo, filename))
+    return load_model(path, num_actions)
+
+
+def load_model(path: Path, num_actions: int) -> nn.Module:
+    """The network in a file: a DQN or a student, saved by PyTorch or by JAX.
+
+    Raises:
+        UserError: it is no model of either, or has another number of actions.
+    """
+    with model_errors(path):
+        if is_torch_file(path):
+            state_dict = torch.load(path, map_location="cpu", weights_only=True)  # it may be from anywhere: run no code
+        else:
+            state_dict = {key: torch.from_numpy(value) for key, value in flax_to_torch(read_flax(path)).items()}
+        network = (QNetwork if "network.0.conv.weight" in state_dict else TeacherNetwork)(num_actions)
+        check_weights(state_dict, network.state_dict(), type(network).__name__)
+        network.load_state_dict(state_dict)
+    return network
+
+
+def save_model(network: nn.Module, path: Path) -> None:
+    """Writes the state dict, contiguous and on the CPU whatever the network's layout."""
+    with atomic_write(path) as file:
+        torch.save({key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}, file)
+
+
+class Transitions(NamedTuple):
+    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L.
+
+    Only the newest frame of an observation is stored; stacks of 4 are built when sampling.
+    """
+
+    frame: torch.Tensor
+    """uint8 (L, N, 84, 84), the newest frame of what was observed"""
+    action: torch.Tensor
+    """uint8 (L, N), what was done then"""
+    reward: torch.Tensor
+    """float32 (L, N), what came of it, clipped to [−1, 1]"""
+    terminated: torch.Tensor
+    """bool (L, N), whether it cost a life or ended the game"""
+    age: torch.Tensor
+    """int32 (L, N), steps since the game's reset: where a stack of frames has to stop"""
+    valid: torch.Tensor
+    """bool (L, N), False for a game's final frame: its action was ignored and the next frame is of another game"""
+    teacher_q_values: torch.Tensor
+    """float32 (L, N, num_actions), asked for once, as an observation is sampled 8 times on average"""
 
 
 class Batch(NamedTuple):
-    """Transitions as the loss needs them; B of them."""
+    """B transitions as the loss needs them."""
 
     observation: torch.Tensor
     """uint8 (B, 4, 84, 84)"""
     action: torch.Tensor
     """int64 (B,)"""
     n_step_return: torch.Tensor
-    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state, each clipped to [−1, 1]"""
+    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state"""
     bootstrap_observation: torch.Tensor
     """uint8 (B, 4, 84, 84)"""
     bootstrap_discount: torch.Tensor
@@ -225,85 +279,83 @@ class Batch(NamedTuple):
 
 
 class Replay:
-    """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
+    """The last ``size`` environment steps of N environments, on the device that learns from them."""
 
-    The teacher's Q-values are stored with the row, so that the teacher need not be asked again whenever it is sampled.
-    """
-
-    def __init__(self, buffer_size: int, num_actions: int, args: Args, device: torch.device):
-        self.length, self.num_envs = ring_length(buffer_size, args.num_envs), args.num_envs
+    def __init__(self, size: int, num_actions: int, args: Args, device: torch.device):
+        self.length = size // args.num_envs
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)
         self.n_step, self.gamma = args.n_step, args.gamma
-        self.rows_written = 0
-        shape = (self.length, self.num_envs)
-        self.frame = torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device)
-        self.action = torch.empty(shape, dtype=torch.uint8, device=device)
-        self.reward = torch.empty(shape, dtype=torch.float32, device=device)
-        self.terminated = torch.empty(shape, dtype=torch.bool, device=device)
-        self.age = torch.empty(shape, dtype=torch.int32, device=device)
-        self.valid = torch.empty(shape, dtype=torch.bool, device=device)
-        self.teacher_q_values = torch.empty((*shape, num_actions), dtype=torch.float32, device=device)
-        self.generator = torch.Generator(device).manual_seed(args.seed)
-        self.offsets = torch.arange(STACK - 1, -1, -1, device=device)
-        self.ahead = torch.arange(self.n_step, device=device)
-        self.env_age = np.zeros(self.num_envs, np.int32)
+        shape = (self.length, args.num_envs)
+        self.ring = Transitions(
+            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device),
+            action=torch.empty(shape, dtype=torch.uint8, device=device),
+            reward=torch.empty(shape, dtype=torch.float32, device=device),
+            terminated=torch.empty(shape, dtype=torch.bool, device=device),
+            age=torch.empty(shape, dtype=torch.int32, device=device),
+            valid=torch.empty(shape, dtype=torch.bool, device=device),
+            teacher_q_values=torch.empty((*shape, num_actions), dtype=torch.float32, device=device),
+        )
 
     @staticmethod
-    def num_bytes(buffer_size: int, num_actions: int) -> int:
-        """Bytes that a replay of this size takes."""
-        return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions)
+    def bytes_per_step(num_actions: int) -> int:
+        """What an environment step takes."""
+        return 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions
 
-    def add(
-        self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: np.ndarray | torch.Tensor
-    ) -> None:
-        """Appends a row per environment: what was seen, what was done, what came of it, what the teacher thinks."""
-        slot = self.rows_written % self.length
-        step_row = observation[:, -1], action, np.clip(step.reward, -1, 1), step.terminated, self.env_age, ~step.reset
-        rings = self.frame, self.action, self.reward, self.terminated, self.age, self.valid, self.teacher_q_values
-        for ring, values in zip(rings, (*step_row, teacher_q_values), strict=True):
+    def add(self, observation: torch.Tensor, action: np.ndarray, step: Step, teacher_q_values: torch.Tensor) -> None:
+        """Appends a step of each environment: what was observed and done, what came of it, what the teacher thinks."""
+        reward = np.clip(step.reward, -1, 1)
+        values = observation[:, -1], action, reward, step.terminated, self.age, ~step.reset, teacher_q_values
+        for array, value in zip(self.ring, values, strict=True):
             # A plain assignment would wait until a GPU has learned all that it was asked to.
-            ring[slot].copy_(pinned(values, ring.device), non_blocking=True)
-        self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
-        self.rows_written += 1
+            array[self.steps_added % self.length].copy_(torch.as_tensor(value), non_blocking=True)
+        self.age = np.where(step.reset, 0, self.age + 1).astype(np.int32)
+        self.steps_added += 1
+
+    def end_games(self) -> None:
+        """Ends all games where they are, as truncated: what followed the last step was lost when the run stopped."""
+        self.ring.valid[(self.steps_added - 1) % self.length] = False
+        self.age[:] = 0
 
     @property
     def window(self) -> tuple[int, int]:
-        """The rows [low, high) that may be sampled."""
-        return sampling_window(self.rows_written, self.length, self.n_step)
+        """The steps [low, high) that may be sampled: bootstrap state added, stack's oldest frame not overwritten."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        return low, max(low, self.steps_added - self.n_step)
 
-    def sample(self, batch_size: int, low: int | torch.Tensor, high: int | torch.Tensor) -> Batch:
-        """A batch drawn uniformly, with replacement, from the transitions in rows [low, high), usually the window."""
-        device = self.frame.device
+    def sample(self, batch_size: int, low: float, high: float, generator: torch.Generator) -> Batch:
+        """A batch drawn uniformly, with replacement, from the valid transitions of steps [low, high) of all games."""
         # Final frames are no transitions and are drawn again: eight tries at once, so that no GPU need be waited for.
-        # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
-        # The window moves, and randint would want its ends on the host: float64 counts any replay's rows exactly.
-        fraction = torch.rand((8, batch_size), generator=self.generator, device=device, dtype=torch.float64)
-        row = low + (fraction * (high - low)).long()
-        env = torch.randint(0, self.num_envs, (8, batch_size), generator=self.generator, device=device)
-        first = self.valid[row % self.length, env].int().argmax(dim=0, keepdim=True)
-        row, env = row.gather(0, first)[0], env.gather(0, first)[0]
-        neighbour = torch.where(row > low, row - 1, row + 1)
-        return self.batch(torch.where(self.valid[row % self.length, env], row, neighbour), env)
+        # The window moves, and randint would want its ends on the host: float64 counts any replay's steps exactly.
+        shape, device = (8, batch_size), generator.device
+        fraction = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
+        t = low + (fraction * (high - low)).long()
+        env = torch.randint(0, self.ring.valid.shape[1], shape, generator=generator, device=device)
+        first = self.ring.valid[t % self.length, env].int().argmax(dim=0, keepdim=True)
+        return self.batch(t.gather(0, first)[0], env.gather(0, first)[0])
 
-    def batch(self, row: torch.Tensor, env: torch.Tensor) -> Batch:
-        """The transitions that start at ``row``, int64 (B,), of ring ``env``, int64 (B,)."""
-        slots, envs = (row[:, None] + self.ahead) % self.length, env[:, None]
-        returns, steps, discount = n_step_return(
-            self.reward[slots, envs], self.terminated[slots, envs], self.valid[slots, envs], self.gamma
-        )
-        slot = row % self.length
-        return Batch(
-            self.stack(row, env),
-            self.action[slot, env].long(),
-            returns,
-            self.stack(row + steps, env),
-            discount,
-            self.teacher_q_values[slot, env],
-        )
+    def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
+        """The transitions from step ``t``, int64 (B,), of environment ``env``, int64 (B,)."""
+        # The n-step return ends with a life, without a bootstrap, and at a truncated game's final frame, with one.
+        n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
+        playing = torch.ones_like(t, dtype=torch.bool)
+        for k in range(self.n_step):
+            slot = (t + k) % self.length
+            playing = playing & self.ring.valid[slot, env]
+            n_step_return = n_step_return + playing * self.gamma**k * self.ring.reward[slot, env]
+            survives = self.gamma * ~self.ring.terminated[slot, env]
+            discount = discount * torch.where(playing, survives, 1.0)
+            m = m + playing
+            playing = playing & ~self.ring.terminated[slot, env]
+        slot = t % self.length
+        action, teacher_q_values = self.ring.action[slot, env].long(), self.ring.teacher_q_values[slot, env]
+        return Batch(self.stack(t, env), action, n_step_return, self.stack(t + m, env), discount, teacher_q_values)
 
-    def stack(self, row: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
-        """The observations at ``row``, uint8 (B, 4, 84, 84)."""
-        rows, in_game = stack_rows(row, self.age[row % self.length, env], self.offsets)
-        return self.frame[rows % self.length, env[:, None]] * in_game[:, :, None, None]
+    def stack(self, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
+        """The observations at step ``t``, uint8 (B, 4, 84, 84); zero where a frame is of before the game's reset."""
+        ago = torch.arange(3, -1, -1, device=t.device)
+        in_game = self.ring.age[t % self.length, env][:, None] >= ago
+        return self.ring.frame[(t[:, None] - ago) % self.length, env[:, None]] * in_game[:, :, None, None]
 
 
 class Losses(NamedTuple):
@@ -316,22 +368,19 @@ class Losses(NamedTuple):
     """float32 (B,), of the actions taken"""
 
 
-@torch.no_grad()
-def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
-    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
-    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
-
-
 def qdagger_loss(
-    q_network: nn.Module, target: torch.Tensor, batch: Batch, distill_coefficient: float, temperature: float
+    q_network: nn.Module, target_network: nn.Module, batch: Batch, distill_coefficient: float, temperature: float
 ) -> Losses:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = `td_target`
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
     """
+    with torch.no_grad():
+        bootstrap = target_network(batch.bootstrap_observation).amax(dim=1)
+        td_target = batch.n_step_return + batch.bootstrap_discount * bootstrap
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
-    td_loss = F.mse_loss(q_of_action, target)
+    td_loss = F.mse_loss(q_of_action, td_target)
     distill_loss = F.kl_div(
         F.log_softmax(q_values / temperature, dim=1),
         F.log_softmax(batch.teacher_q_values / temperature, dim=1),
@@ -339,6 +388,46 @@ def qdagger_loss(
         log_target=True,
     )
     return Losses(td_loss + distill_coefficient * distill_loss, td_loss, distill_loss, q_of_action)
+
+
+def make_learner(
+    args: Args, num_actions: int, device: torch.device
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Generator]:
+    """What a run learns with: Q-network, target network, optimizer, the random numbers of sampling."""
+    torch.manual_seed(args.seed)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
+    q_network = QNetwork(num_actions).to(device, memory_format=torch.channels_last)
+    capturable = args.cuda_graph and device.type == "cuda"
+    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=capturable)
+    return q_network, copy.deepcopy(q_network), optimizer, torch.Generator(device).manual_seed(args.seed)
+
+
+def make_update(
+    q_network: nn.Module,
+    target_network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    replay: Replay,
+    generator: torch.Generator,
+    autocast: torch.autocast,
+    args: Args,
+) -> Callable[[float, float, float, float], Losses]:
+    """A function that makes gradient steps, on a GPU each as one launch if `cuda_graph`."""
+
+    loss_of = torch.compile(qdagger_loss) if args.compile else qdagger_loss
+
+    def update(low: float, high: float, distill_coefficient: float, learning_rate: float) -> Losses:
+        """A step on transitions of steps [low, high). A CUDA graph's arguments are tensors, read at every launch."""
+        optimizer.param_groups[0]["lr"] = learning_rate
+        batch = replay.sample(args.batch_size, low, high, generator)
+        with autocast:
+            losses = loss_of(q_network, target_network, batch, distill_coefficient, args.temperature)
+        optimizer.zero_grad()
+        losses.loss.backward()
+        optimizer.step()
+        return Losses(*(term.detach() for term in losses))
+
+    return CudaGraph(update, generator) if args.cuda_graph and generator.device.type == "cuda" else update
 
 
 def distill_coefficient_now(
@@ -351,197 +440,201 @@ def distill_coefficient_now(
     """
     if len(recent_returns) < 10:
         return distill_coefficient
-    gap, advantage = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
-    if advantage <= 0:
-        return distill_coefficient if gap > 0 else 0.0
-    return distill_coefficient * min(max(gap / advantage, 0.0), 1.0)
+    left, way = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
+    if way <= 0:
+        return distill_coefficient if left > 0 else 0.0
+    return distill_coefficient * min(max(left / way, 0.0), 1.0)
 
 
-def make_update(
-    student: WorkingCopy, target: WorkingCopy, optimizer: torch.optim.Optimizer, replay: Replay, args: Args
-) -> Callable[[int, int, float, Sequence[float]], tuple[Losses, Batch]]:
-    """The updates due, as a function of sampling window, λ and learning rates to the last one's losses and batch."""
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """From ``start`` straight to ``end`` over ``duration`` steps, then constant."""
+    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
 
-    def update(low: int, high: int, distill_coefficient: float, rates: Sequence[float]) -> tuple[Losses, Batch]:
-        # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
-        batches = replay.sample(len(rates) * args.batch_size, low, high)
-        columns = (x.split(args.batch_size) for x in (td_target(target.network, batches), *batches))
-        for learning_rate, y, *batch in zip(rates, *columns, strict=True):
-            optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, which reads it at every launch
-            losses = qdagger_loss(student.network, y, Batch(*batch), distill_coefficient, args.temperature)
-            student.network.zero_grad()
-            losses.loss.backward()
-            student.step(optimizer)
-        return Losses(*(term.detach() for term in losses)), Batch(*batch)
 
-    device = replay.frame.device
-    return cuda_graphs(update, device, replay.generator) if args.cuda_graph and device.type == "cuda" else update
+def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+    """The action of largest Q-value, or with probability ``epsilon`` any action; int64 (B,) from float (B, A)."""
+    batch, num_actions = q_values.shape
+    random = rng.integers(0, num_actions, batch)
+    return np.where(rng.random(batch) < epsilon, random, q_values.argmax(dim=1).cpu().numpy())
+
+
+def times_due(start: int, end: int, every: int) -> int:
+    """How many multiples of ``every`` lie in (start, end]."""
+    return end // every - start // every
 
 
 @torch.no_grad()
-def update_target(target: WorkingCopy, student: WorkingCopy, tau: float) -> None:
+def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
     """Moves the target network to the online one by the fraction ``tau``."""
-    for parameter, online in zip(target.original.parameters(), student.original.parameters(), strict=True):
-        parameter.lerp_(online, tau)
-    target.refresh()
+    for target, online in zip(target_network.parameters(), q_network.parameters(), strict=True):
+        target.lerp_(online, tau)
+
+
+def rehearse(args: Args, num_actions: int) -> float:
+    """Makes a few updates as a run will, of throwaway networks on random steps; returns `gradient_cosine`."""
+    device, autocast = pick_torch_device(args.cuda, args.bf16)
+    q_network, target_network, optimizer, generator = make_learner(args, num_actions, device)
+    replay = Replay(64 * args.num_envs, num_actions, args, device)
+    fill_at_random(replay, num_actions)
+    update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+    for _ in range(CudaGraph.CALLS_BEFORE + 2):
+        update(*replay.window, 1.0, args.learning_rate)
+    batch = replay.sample(args.batch_size, *replay.window, generator)
+    return gradient_cosine(
+        lambda *x: qdagger_loss(*x, 1.0, args.temperature).loss, q_network, target_network, batch, autocast
+    )
 
 
 def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
-    device, bf16 = pick_device(args.cuda, args.bf16)
+    device, autocast = pick_torch_device(args.cuda, args.bf16)
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    num_bytes = functools.partial(Replay.num_bytes, num_actions=envs.num_actions)
-    require_replay_memory(args, num_bytes, available_memory(device))
-    teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
-    teacher = load_teacher(teacher_path, envs.num_actions, args.env_id, bf16)
-    teacher = teacher.to(device, memory_format=torch.channels_last)
+    check_memory(args, Replay.bytes_per_step(envs.num_actions), available_memory(device))
+    hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
+    teacher = load_teacher(args.teacher_policy_hf_repo or hub_repo, args.teacher_model_exp_name, envs.num_actions)
+    teacher.to(device, memory_format=torch.channels_last)
+
+    if device.type == "cuda":
+        args = rehearsed(rehearse, args, envs.num_actions)
 
     run = Run(args)
+    print(describe_torch(device, autocast, args.cuda_graph, envs.num_threads), flush=True)
     writer = run.writer
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
     rng = np.random.default_rng(args.seed)
-    q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
-    target_network = copy.deepcopy(q_network)
-    cuda_graph = args.cuda_graph and device.type == "cuda"
-    optimizer = torch.optim.Adam(q_network.parameters(), lr=args.learning_rate, fused=True, capturable=cuda_graph)
-    run.keep(student=ModuleState(q_network), target_network=ModuleState(target_network))
-    run.keep(optimizer=OptimizerState(optimizer), torch=GlobalRandomState(), exploration=RandomState(rng))
-    learning_rate_at = functools.partial(linear_schedule, 0.0, args.learning_rate, args.warmup_updates)
-    student, target = WorkingCopy(q_network, bf16), WorkingCopy(target_network, bf16)
-    teacher_q_function = make_q_function(teacher, device, cuda_graph)
-    student_q_function = make_q_function(student.network, device, cuda_graph)
-    teacher_judge = make_judge(teacher, device, cuda_graph)
+    q_network, target_network, optimizer, generator = make_learner(args, envs.num_actions, device)
+    run.register(q_network=q_network, target_network=target_network, optimizer=optimizer, rng=rng, generator=generator)
 
-    # ==================== phase 1: the teacher ====================
-    teacher_return = run.evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
+    @torch.no_grad()
+    def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
+        with autocast:
+            return network(observation)
+
+    def player(network: nn.Module) -> Callable[[np.ndarray], np.ndarray]:
+        """The network as evaluations want it: from and to NumPy arrays."""
+        return lambda observation: q_values_of(network, torch.as_tensor(observation, device=device)).cpu().numpy()
+
+    def learning_rate_at(updates: int) -> float:
+        return linear_schedule(0.0, args.learning_rate, args.warmup_updates, updates + 1)
+
+    # ==================== teacher: how well it plays, and how well one plays at random ====================
+    teacher_return = run.evaluate("teacher", player(teacher), args.teacher_eval_episodes)
     random_return = run.evaluate("random", None, args.teacher_eval_episodes)
-    if run.phase == 1:
+    if not run.over("teacher"):
         writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
         writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
         warn_of_weak_teacher(teacher_return, random_return, args.env_id)
-        run.end_phase(2 if args.offline_steps > 0 else 4)
+        run.end_phase("teacher")
 
-    # ==================== phase 2: teacher data ====================
-    if run.phase in (2, 3):
+    if args.offline_steps > 0 and not run.over("offline"):
         replay = Replay(args.teacher_steps, envs.num_actions, args, device)
-        run.keep_replay("teacher", ReplayState(replay))
-    if run.phase == 2:
-        # The teacher chooses for one half of the games on half of the cores while the other half is being played.
-        teacher_envs = HalvedAtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-        run.reset(teacher_envs)
-        epsilon_at = functools.partial(linear_schedule, args.start_e, args.end_e, args.teacher_steps)
-        rollout = teacher_envs.rollout(teacher_q_function, lambda: epsilon_at(run.done - args.num_envs), rng)
-        with half_of_the_threads():
-            for _ in run.steps(replay.length * args.num_envs, args.num_envs, "teacher data", "step"):
-                played = next(rollout)
-                replay.add(*played)
-                run.show_return(score for score, _ in played.step.games)
-        teacher_envs.close()
-        writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
-        run.end_phase(3)
+        run.register_replay("teacher", replay)
 
-    # ==================== phase 3: offline ====================
-    if run.phase == 3:
-        update = make_update(student, target, optimizer, replay, args)
+        # ==================== teacher data ====================
+        if not run.over("teacher data"):
+            observation = torch.as_tensor(run.reset(envs), device=device)
+            for step in run.steps("teacher data", replay.length * args.num_envs, by=args.num_envs):
+                teacher_q_values = q_values_of(teacher, observation)
+                epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
+                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
+                result = envs.recv()
+                replay.add(observation, action, result, teacher_q_values)
+                observation = torch.as_tensor(result.observation, device=device)
+                run.show_return(score for score, _ in result.games)
+            writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
+            run.end_phase("teacher data")
 
-        def evaluate_if_due(global_step: int) -> None:
-            name = f"offline {global_step}"
-            due = global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps
-            if due and global_step > 0 and name not in run.results:
-                save_model(q_network, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
-                offline_return = run.evaluate(name, student_q_function, args.eval_episodes)
-                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
-                run.show_return([offline_return])
+        # ==================== offline ====================
+        update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
 
-        evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
-        count = 1 if device.type == "cpu" else offline_updates_per_call(args)
-        for updates in run.steps(args.offline_steps, count, "offline", "update"):
-            global_step = updates + count
-            rates = [learning_rate_at(n + 1) for n in range(updates, global_step)]
-            losses, batch = update(*replay.window, args.distill_coefficient, rates)
-            run.last_update = losses._asdict() | batch._asdict()
+        def evaluate_offline(updates: int) -> None:
+            save_model(q_network, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
+            offline_return = run.evaluate(f"offline {updates}", player(q_network), args.eval_episodes)
+            writer.add_scalar("charts/offline/avg_episodic_return", offline_return, updates)
+            run.show_return([offline_return])
+
+        for updates in run.steps("offline", args.offline_steps, unit="update"):
+            if updates > 0 and updates % args.offline_eval_frequency == 0:
+                evaluate_offline(updates)
+            run.losses = losses = update(*replay.window, args.distill_coefficient, learning_rate_at(updates))
+            global_step = updates + 1
             if global_step % args.target_network_frequency == 0:
-                update_target(target, student, args.tau)
-            if global_step % 100 == 0:
+                update_target(target_network, q_network, args.tau)
+            if global_step % 100 == 0:  # seldom: reading a loss waits for the device
                 run.check_learning()
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
-            evaluate_if_due(global_step)
+        evaluate_offline(args.offline_steps)
         del replay, update  # before the online replay is made: the two never exist at once
         run.drop_replay()
-        run.end_phase(4)
+        run.end_phase("offline")
 
-    # ==================== phase 4: online ====================
-    if run.phase == 4:
+    # ==================== online ====================
+    if not run.over("online"):
         replay = Replay(args.buffer_size, envs.num_actions, args, device)
-        run.keep_replay("online", ReplayState(replay))
-        update = make_update(student, target, optimizer, replay, args)
-        observation = run.reset(envs)
+        run.register_replay("online", replay)
+        update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+        observation = torch.as_tensor(run.reset(envs), device=device)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
         run.state.setdefault("updates", args.offline_steps)
+        losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
-            global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
+        for step in run.steps("online", args.total_timesteps, by=args.num_envs):
+            global_step, next_step = args.offline_steps + step, step + args.num_envs
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
+            action = envs.send(epsilon_greedy(q_values_of(q_network, observation), epsilon, rng))
 
-            # The emulator plays while the student learns and the teacher judges what it has shown: no call waits here.
-            updates_due = 0
-            if online_step >= args.learning_starts:
-                if updates_due := times_due(online_step, next_step, args.train_frequency):
-                    rates = [learning_rate_at(run.state["updates"] + i + 1) for i in range(updates_due)]
-                    losses, batch = update(*replay.window, distill_coefficient, rates)
-                    run.last_update = losses._asdict() | batch._asdict()
-                    run.state["updates"] += updates_due
-                for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
-                    update_target(target, student, args.tau)
+            # Emulation overlaps learning; nothing from here to `recv` waits for a GPU.
+            distill_coefficient = distill_coefficient_now(
+                recent_returns, teacher_return, random_return, args.distill_coefficient
+            )
+            low, high = replay.window
+            if step >= args.learning_starts and high > low:
+                for _ in range(times_due(step, next_step, args.train_frequency)):
+                    learning_rate = learning_rate_at(run.state["updates"])
+                    run.losses = losses = update(low, high, distill_coefficient, learning_rate)
+                    run.state["updates"] += 1
+                for _ in range(times_due(step, next_step, args.target_network_frequency)):
+                    update_target(target_network, q_network, args.tau)
+            teacher_q_values = q_values_of(teacher, observation)
+            result = envs.recv()
+            replay.add(observation, action, result, teacher_q_values)
+            observation = torch.as_tensor(result.observation, device=device)
 
-            teacher_q_values, step = teacher_judge(observation), envs.recv()
-            replay.add(observation, action, step, teacher_q_values)
-            observation = step.observation
-            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
-                run.state["next_loss_log"] = next_step + 100
-                run.check_learning()
-                writer.add_scalar("losses/loss", losses.loss.item(), global_step)
-                writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
-                writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
-                writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
-            for score, length in step.games:
+            for score, length in result.games:
                 recent_returns.append(score)
                 del recent_returns[:-10]
                 writer.add_scalar("charts/episodic_return", score, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 run.show_return(recent_returns)
-            run.state["distill_coefficient"] = distill_coefficient = distill_coefficient_now(
-                recent_returns, teacher_return, random_return, args.distill_coefficient
-            )
-            if times_due(online_step, next_step, 100):
+            if times_due(step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
+                if losses:
+                    run.check_learning()
+                    writer.add_scalar("losses/loss", losses.loss.item(), global_step)
+                    writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
+                    writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
         del replay, update
         run.drop_replay()
-        run.end_phase(5)
+        run.end_phase("online")
     envs.close()
 
-    # ==================== phase 5: save, evaluate ====================
+    # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
-    if run.phase == 5:
+    if not run.over("evaluation"):
         if args.save_model:
             save_model(q_network, model_path)
             print(f"model saved to {model_path}")
-        run.evaluate("online", student_q_function, args.eval_episodes)
+        run.evaluate("online", player(q_network), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["online"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)
-        run.end_phase(6)
-
-    # ==================== phase 6: upload ====================
+        run.end_phase("evaluation")
     run.close(run.videos)
     if args.upload_model:
         upload_model(args, run.dir, model_path, run.results["online"], run.videos)

@@ -1,34 +1,34 @@
 """QDagger on Atari in JAX: a student learns from a trained teacher, offline, then online while the teaching fades.
 
-Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/rl-algorithms/qdagger.md
+Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/qdagger.md
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+from huggingface_hub import hf_hub_download
 
+from cleanrl_utils import convert
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.checkpoint import RandomState
-from cleanrl_utils.checks import check_args, require_replay_memory
-from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import epsilon_greedy, print_summary, warn_of_weak_teacher
-from cleanrl_utils.hub import check_upload_possible, upload_model
-from cleanrl_utils.jax_checkpoint import ReplayState, TreeState
-from cleanrl_utils.jax_layers import DenseInFloat32, StridedConv, fast_dtype, first_params, max_pool, of_action
-from cleanrl_utils.jax_utils import Apply, Params, available_memory, make_q_function, params_of, pick_device, save_model
-from cleanrl_utils.replay import STACK, n_step_return, ring_length, sampling_window, stack_rows
-from cleanrl_utils.resume import Run, parse_args
-from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.schedules import linear_schedule, offline_updates_per_call, times_due
-from cleanrl_utils.teachers import architecture_of, find_teacher, read_teacher, teacher_repo
+from cleanrl_utils.checks import check_args, check_memory, one_line_errors
+from cleanrl_utils.device import available_jax_memory, check_jax_gradient, describe_jax, pick_jax_device
+from cleanrl_utils.evaluation import print_summary, warn_of_weak_teacher
+from cleanrl_utils.hub import check_upload_possible, download_errors, upload_model
+from cleanrl_utils.max_pool import max_pool
+from cleanrl_utils.run import Run, parse_args
+
+Params = dict[str, Any]
+"""A Flax network's variables, {"params": {layer: {"kernel": …, "bias": …}}}"""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     bf16: bool = True
-    """if toggled, hidden layers compute in bfloat16 where that is faster: on a GPU or TPU all, on a CPU that has it
-    those of a DQN teacher; the last layers and the losses stay float32"""
+    """if toggled, hidden layers, student's and teacher's, compute in bfloat16 on a GPU or TPU; the last ones and the
+    losses stay float32"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"
@@ -73,7 +73,8 @@ class Args:
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it"""
+    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
+    are too small for 16 and the flag is not given"""
     buffer_size: int = 1000000
     """the online replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99
@@ -117,7 +118,9 @@ class Args:
     """the weight of the distillation loss before it fades; 0 leaves offline pre-training only"""
 
 
-Conv = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1)
+Conv3x3 = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1)
+# bfloat16, or the TF32 that a GPU makes of float32, would round away differences of actions.
+LastDense = functools.partial(nn.Dense, dtype=jnp.float32, precision="highest")
 
 
 class ResidualBlock(nn.Module):
@@ -128,8 +131,8 @@ class ResidualBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = Conv(self.channels, dtype=self.dtype)(nn.relu(x))
-        return x + Conv(self.channels, dtype=self.dtype)(nn.relu(hidden))
+        hidden = Conv3x3(self.channels, dtype=self.dtype)(nn.relu(x))
+        return x + Conv3x3(self.channels, dtype=self.dtype)(nn.relu(hidden))
 
 
 class ConvSequence(nn.Module):
@@ -140,7 +143,7 @@ class ConvSequence(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = max_pool(Conv(self.channels, dtype=self.dtype)(x))
+        x = max_pool(Conv3x3(self.channels, dtype=self.dtype)(x))
         x = ResidualBlock(self.channels, self.dtype)(x)
         return ResidualBlock(self.channels, self.dtype)(x)
 
@@ -158,7 +161,7 @@ class QNetwork(nn.Module):
             x = ConvSequence(channels, self.dtype)(x)
         x = nn.relu(x).reshape(x.shape[0], -1)
         x = nn.relu(nn.Dense(256, dtype=self.dtype)(x))
-        return nn.Dense(self.num_actions)(x.astype(jnp.float32))  # bfloat16 would round away differences of actions
+        return LastDense(self.num_actions)(x)
 
 
 class TeacherNetwork(nn.Module):
@@ -170,33 +173,100 @@ class TeacherNetwork(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x.transpose(0, 2, 3, 1) / 255.0
-        for i, (channels, size, stride) in enumerate(((32, 8, 4), (64, 4, 2), (64, 3, 1))):
-            x = nn.relu(StridedConv(channels, size, stride, self.dtype, name=f"Conv_{i}")(x))
-        x = nn.relu(DenseInFloat32(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        return nn.Dense(self.num_actions)(x)
+        for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+            x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
+        x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
+        return LastDense(self.num_actions)(x)
 
 
-def load_teacher(path: Path, num_actions: int, env_id: str, bf16: bool = False) -> tuple[nn.Module, Params]:
-    """The network in ``path``, and its weights: a DQN or student, from PyTorch or JAX; ``bf16`` is for hidden layers.
+def shapes_of(network: nn.Module) -> Params:
+    """The variables of a network, shapes and types only."""
+    return jax.eval_shape(network.init, jax.random.PRNGKey(0), np.zeros((1, 4, 84, 84), np.uint8))
+
+
+def first_params(network: nn.Module, key: jax.Array) -> Params:
+    """A new network's variables, float32: kernels and biases uniform in ±1/√fan_in, as PyTorch's layers begin.
+
+    flax's biases begin as zeros. An ImpalaCNN that does so too can collapse in the first hundred updates at a large
+    learning rate: all its ReLUs die, and it returns the same Q-values for every observation.
+    """
+    params = {}
+    for layer, arrays in flatten_dict(shapes_of(network), is_leaf=lambda path, node: "kernel" in node).items():
+        bound = math.prod(arrays["kernel"].shape[:-1]) ** -0.5
+        for name, array in arrays.items():
+            key, own_key = jax.random.split(key)
+            params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
+    return unflatten_dict(params)
+
+
+def load_teacher(repo: str, exp_name: str, num_actions: int, dtype: jnp.dtype) -> tuple[nn.Module, Params]:
+    """The teacher ``{exp_name}.cleanrl_model`` of a local directory or, where there is none, of a hub repository.
 
     Raises:
-        UserError: the file is no model, or one of a game with another number of actions.
+        UserError: there is no such file, it can't be had, or it is no model of this game.
     """
-    weights = read_teacher(path, num_actions, env_id)
-    nature = architecture_of(weights) == "nature"
-    dtype = fast_dtype(bf16, products=nature)
-    return (TeacherNetwork if nature else QNetwork)(num_actions, dtype), params_of(weights, dtype)
+    filename = f"{exp_name}.cleanrl_model"
+    with download_errors(repo, filename):
+        directory = Path(repo).expanduser()
+        path = directory / filename if directory.is_dir() else Path(hf_hub_download(repo, filename))
+    return load_model(path, num_actions, dtype)
+
+
+def load_model(path: Path, num_actions: int, dtype: jnp.dtype = jnp.float32) -> tuple[nn.Module, Params]:
+    """The network in a file and its variables: a DQN or a student, saved by PyTorch or by JAX.
+
+    Args:
+        dtype: what hidden layers compute in.
+
+    Raises:
+        UserError: it is no model of either, or has another number of actions.
+    """
+    with convert.model_errors(path):
+        weights = (
+            convert.torch_to_flax(convert.read_torch(path)) if convert.is_torch_file(path) else convert.read_flax(path)
+        )
+        student = "params/ConvSequence_0/Conv_0/kernel" in weights
+        network = (QNetwork if student else TeacherNetwork)(num_actions, dtype)
+        convert.check_weights(weights, flatten_dict(shapes_of(network), sep="/"), type(network).__name__)
+    return network, unflatten_dict({key: jnp.asarray(value) for key, value in weights.items()}, sep="/")
+
+
+def save_model(params: Params, path: Path) -> None:
+    """Writes the variables as msgpack that ``flax.serialization.from_bytes`` reads."""
+    convert.write_flax(path, {key: np.asarray(value) for key, value in flatten_dict(params, sep="/").items()})
+
+
+class Transitions(NamedTuple):
+    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L.
+
+    Only the newest frame of an observation is stored; stacks of 4 are built when sampling.
+    """
+
+    frame: jax.Array
+    """uint8 (L, N, 84, 84), the newest frame of what was observed"""
+    action: jax.Array
+    """uint8 (L, N), what was done then"""
+    reward: jax.Array
+    """float32 (L, N), what came of it, clipped to [−1, 1]"""
+    terminated: jax.Array
+    """bool (L, N), whether it cost a life or ended the game"""
+    age: jax.Array
+    """int32 (L, N), steps since the game's reset: where a stack of frames has to stop"""
+    valid: jax.Array
+    """bool (L, N), False for a game's final frame: its action was ignored and the next frame is of another game"""
+    teacher_q_values: jax.Array
+    """float32 (L, N, num_actions), asked for once, as an observation is sampled 8 times on average"""
 
 
 class Batch(NamedTuple):
-    """Transitions as the loss needs them; B of them."""
+    """B transitions as the loss needs them."""
 
     observation: jax.Array
     """uint8 (B, 4, 84, 84)"""
     action: jax.Array
     """uint8 (B,)"""
     n_step_return: jax.Array
-    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state, each clipped to [−1, 1]"""
+    """float32 (B,), Σ γᵏ r of the rewards before the bootstrap state"""
     bootstrap_observation: jax.Array
     """uint8 (B, 4, 84, 84)"""
     bootstrap_discount: jax.Array
@@ -205,37 +275,22 @@ class Batch(NamedTuple):
     """float32 (B, num_actions), of the observation"""
 
 
-class Rows(NamedTuple):
-    """A ring of rows per environment (`cleanrl_utils.replay` says what a row is); each frame is stored once.
-
-    L rows of N environments: frame uint8 (L, N, 84, 84), teacher_q_values float32 (L, N, num_actions), kept so that the
-    teacher is asked once, and (L, N): action uint8, clipped reward float32, terminated bool, age int32, valid bool.
-    """
-
-    frame: jax.Array
-    action: jax.Array
-    reward: jax.Array
-    terminated: jax.Array
-    age: jax.Array
-    valid: jax.Array
-    teacher_q_values: jax.Array
-
-
-@functools.partial(jax.jit, donate_argnums=0)  # donated: a row is written in place, not into a copy of gigabytes
-def write_row(rows: Rows, slot: int, row: Rows) -> Rows:
-    """``rows`` with those in ``slot`` replaced, of all environments; ``row`` has the shapes without L."""
-    return jax.tree.map(lambda ring, value: jax.lax.dynamic_update_index_in_dim(ring, value, slot, 0), rows, row)
+@functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
+def write_step(ring: Transitions, slot: int, step: Transitions) -> Transitions:
+    """``ring`` with what is in ``slot`` replaced, of all environments; ``step`` has the shapes without L."""
+    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
 
 
 class Replay:
-    """Rows on the device, and what the host has to know of them."""
+    """The last ``size`` environment steps of N environments: on the device, and what the host has to know of them."""
 
-    def __init__(self, buffer_size: int, num_actions: int, args: Args):
-        self.length, self.num_envs, self.n_step = ring_length(buffer_size, args.num_envs), args.num_envs, args.n_step
-        self.rows_written = 0
-        self.env_age = np.zeros(self.num_envs, np.int32)
-        shape = (self.length, self.num_envs)
-        self.rows = Rows(
+    def __init__(self, size: int, num_actions: int, args: Args):
+        self.length = size // args.num_envs
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)
+        self.n_step = args.n_step
+        shape = (self.length, args.num_envs)
+        self.ring = Transitions(
             frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
             action=jnp.zeros(shape, jnp.uint8),
             reward=jnp.zeros(shape, jnp.float32),
@@ -246,60 +301,73 @@ class Replay:
         )
 
     @staticmethod
-    def num_bytes(buffer_size: int, num_actions: int) -> int:
-        """Bytes that a replay of this size takes."""
-        return buffer_size * (84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions)
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """The rows [low, high) that may be sampled."""
-        return sampling_window(self.rows_written, self.length, self.n_step)
+    def bytes_per_step(num_actions: int) -> int:
+        """What an environment step takes."""
+        return 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions
 
     def add(self, observation: np.ndarray, action: np.ndarray, step: Step, teacher_q_values: jax.Array) -> None:
-        """Appends a row per environment: what was seen, what was done, what came of it, what the teacher thinks."""
-        row = Rows(
+        """Appends a step of each environment: what was observed and done, what came of it, what the teacher thinks."""
+        values = Transitions(
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(step.reward, -1, 1).astype(np.float32),
             terminated=step.terminated,
-            age=self.env_age,
+            age=self.age,
             valid=~step.reset,
             teacher_q_values=teacher_q_values,
         )
-        self.rows = write_row(self.rows, self.rows_written % self.length, row)
-        self.env_age = np.where(step.reset, 0, self.env_age + 1).astype(np.int32)
-        self.rows_written += 1
+        self.ring = write_step(self.ring, self.steps_added % self.length, values)
+        self.age = np.where(step.reset, 0, self.age + 1).astype(np.int32)
+        self.steps_added += 1
+
+    def end_games(self) -> None:
+        """Ends all games where they are, as truncated: what followed the last step was lost when the run stopped."""
+        valid = self.ring.valid.at[(self.steps_added - 1) % self.length].set(False)
+        self.ring = self.ring._replace(valid=valid)
+        self.age = np.zeros_like(self.age)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The steps [low, high) that may be sampled: bootstrap state added, stack's oldest frame not overwritten."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        return low, max(low, self.steps_added - self.n_step)
 
 
-def transitions(rows: Rows, row: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
-    """The transitions that start at ``row``, integer (B,), of ring ``env``, integer (B,)."""
-    length = rows.frame.shape[0]
-    slots, envs = (row[:, None] + jnp.arange(n_step)) % length, env[:, None]
-    returns, steps, discount = n_step_return(
-        rows.reward[slots, envs], rows.terminated[slots, envs], rows.valid[slots, envs], gamma
-    )
-
-    def stack(row: jax.Array) -> jax.Array:
-        """The observations at ``row``, uint8 (B, 4, 84, 84)."""
-        stacked, in_game = stack_rows(row, rows.age[row % length, env], jnp.arange(STACK - 1, -1, -1))
-        return rows.frame[stacked % length, envs] * in_game[:, :, None, None]
-
-    at = row % length, env
-    return Batch(stack(row), rows.action[at], returns, stack(row + steps), discount, rows.teacher_q_values[at])
-
-
-def sample(rows: Rows, key: jax.Array, window: tuple[int, int], batch_size: int, n_step: int, gamma: float) -> Batch:
-    """A batch drawn uniformly, with replacement, from the transitions in the ``window`` [low, high) of rows."""
-    length, num_envs = rows.action.shape
-    row_key, env_key = jax.random.split(key)
+def sample(ring: Transitions, key: jax.Array, low: int, high: int, args: Args) -> Batch:
+    """A batch drawn uniformly, with replacement, from the valid transitions of steps [low, high) of all games."""
+    length, num_envs = ring.valid.shape
+    t_key, env_key = jax.random.split(key)
     # Final frames are no transitions and are drawn again: eight tries at once, for the shapes are fixed.
-    # Should all eight be final frames, a neighbour of the first is taken: no two final frames follow each other.
-    row = jax.random.randint(row_key, (8, batch_size), *window)
-    env = jax.random.randint(env_key, (8, batch_size), 0, num_envs)
-    first = rows.valid[row % length, env].argmax(axis=0)[None]
-    row, env = jnp.take_along_axis(row, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
-    neighbour = jnp.where(row > window[0], row - 1, row + 1)
-    return transitions(rows, jnp.where(rows.valid[row % length, env], row, neighbour), env, n_step, gamma)
+    t = jax.random.randint(t_key, (8, args.batch_size), low, high)
+    env = jax.random.randint(env_key, (8, args.batch_size), 0, num_envs)
+    first = ring.valid[t % length, env].argmax(axis=0)[None]
+    t, env = jnp.take_along_axis(t, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
+    return transitions(ring, t, env, args.n_step, args.gamma)
+
+
+def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+    """The transitions from step ``t``, integer (B,), of environment ``env``, integer (B,)."""
+    length = ring.valid.shape[0]
+
+    def stack(t: jax.Array) -> jax.Array:
+        """The observations at step ``t``, uint8 (B, 4, 84, 84); zero where a frame is of before the game's reset."""
+        ago = jnp.arange(3, -1, -1)
+        in_game = ring.age[t % length, env][:, None] >= ago
+        return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_game[:, :, None, None]
+
+    # The n-step return ends with a life, without a bootstrap, and at a truncated game's final frame, with one.
+    n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
+    playing = jnp.ones(t.shape, bool)
+    for k in range(n_step):
+        slot = (t + k) % length
+        playing = playing & ring.valid[slot, env]
+        n_step_return = n_step_return + playing * gamma**k * ring.reward[slot, env]
+        discount = discount * jnp.where(playing, gamma * ~ring.terminated[slot, env], 1.0)
+        m = m + playing
+        playing = playing & ~ring.terminated[slot, env]
+    slot = t % length
+    action, teacher_q_values = ring.action[slot, env], ring.teacher_q_values[slot, env]
+    return Batch(stack(t), action, n_step_return, stack(t + m), discount, teacher_q_values)
 
 
 class Losses(NamedTuple):
@@ -312,22 +380,19 @@ class Losses(NamedTuple):
     """float32 (B,), of the actions taken"""
 
 
-def td_target(target_params: Params, batch: Batch, apply: Apply) -> jax.Array:
-    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
-    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
-    return batch.n_step_return + batch.bootstrap_discount * bootstrap
-
-
 def qdagger_loss(
-    params: Params, target: jax.Array, batch: Batch, distill_coefficient: float, temperature: float, apply: Apply
+    params: Params, target_params: Params, batch: Batch, distill_coefficient: float, temperature: float, apply: Callable
 ) -> tuple[jax.Array, Losses]:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = `td_target`
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
     """
+    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
+    td_target = jax.lax.stop_gradient(batch.n_step_return + batch.bootstrap_discount * bootstrap)
     q_values = apply(params, batch.observation)
-    q_of_action = of_action(q_values, batch.action)
-    td_loss = jnp.mean((q_of_action - target) ** 2)
+    # A sum over what is equal, and not an index: the gradient of one is a scatter, which is slow on a GPU.
+    q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
+    td_loss = jnp.mean((q_of_action - td_target) ** 2)
     student = jax.nn.log_softmax(q_values / temperature)
     teacher = jax.nn.log_softmax(batch.teacher_q_values / temperature)
     distill_loss = jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=1))
@@ -346,38 +411,23 @@ class TrainState(NamedTuple):
 
 def update(
     state: TrainState,
-    rows: Rows,
-    window: tuple[int, int],
+    ring: Transitions,
+    low: int,
+    high: int,
     distill_coefficient: float,
-    count: int,
     args: Args,
-    apply: Apply,
+    apply: Callable,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Losses]:
-    """``count`` updates, each on a batch of its own from the ``window`` of rows; returns the last one's losses too."""
-
-    def one(state: TrainState, part: tuple[jax.Array, Batch]) -> tuple[TrainState, Losses]:
-        gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
-            state.params, *part, distill_coefficient, args.temperature, apply
-        )
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, optimizer_state=optimizer_state), losses
-
-    def draw(key: jax.Array, size: int) -> tuple[jax.Array, Batch]:
-        batch = sample(rows, key, window, size, args.n_step, args.gamma)
-        return td_target(state.target_params, batch, apply), batch
-
-    if jax.default_backend() == "cpu":  # within a loop, its convolutions are thirty times slower
-        for _ in range(count):
-            key, sample_key = jax.random.split(state.key)
-            state, losses = one(state._replace(key=key), draw(sample_key, args.batch_size))
-        return state, losses
-    # The target network is the same for all: a GPU takes hardly longer for all batches at once than for one.
+    """A gradient step on transitions of steps [low, high)."""
     key, sample_key = jax.random.split(state.key)
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), draw(sample_key, count * args.batch_size))
-    state, losses = jax.lax.scan(one, state._replace(key=key), parts)
-    return state, jax.tree.map(lambda value: value[-1], losses)
+    batch = sample(ring, sample_key, low, high, args)
+    gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
+        state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
+    )
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+    params = optax.apply_updates(state.params, updates)
+    return TrainState(params, state.target_params, optimizer_state, key), losses
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -396,158 +446,197 @@ def distill_coefficient_now(
     """
     if len(recent_returns) < 10:
         return distill_coefficient
-    gap, advantage = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
-    if advantage <= 0:
-        return distill_coefficient if gap > 0 else 0.0
-    return distill_coefficient * min(max(gap / advantage, 0.0), 1.0)
+    left, way = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
+    if way <= 0:
+        return distill_coefficient if left > 0 else 0.0
+    return distill_coefficient * min(max(left / way, 0.0), 1.0)
+
+
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+    """From ``start`` straight to ``end`` over ``duration`` steps, then constant."""
+    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+
+
+def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+    """The action of largest Q-value, or with probability ``epsilon`` any action; int64 (B,) from float (B, A)."""
+    batch, num_actions = q_values.shape
+    random = rng.integers(0, num_actions, batch)
+    return np.where(rng.random(batch) < epsilon, random, np.asarray(q_values).argmax(axis=1))
+
+
+def times_due(start: int, end: int, every: int) -> int:
+    """How many multiples of ``every`` lie in (start, end]."""
+    return end // every - start // every
+
+
+def rehearse(args: Args, num_actions: int, dtype: jnp.dtype) -> None:
+    """Compares a gradient with that of float32 on the CPU; raises UserError if a GPU computes another one."""
+    key = jax.random.PRNGKey(args.seed)
+    frames, one = jax.random.bits(key, (args.batch_size, 4, 84, 84), jnp.uint8), jnp.ones(args.batch_size)
+    batch = Batch(frames, one.astype(jnp.uint8), one, frames, one, jax.random.normal(key, (len(one), num_actions)))
+
+    def gradient(network: nn.Module) -> Callable:
+        return jax.grad(lambda *x: qdagger_loss(*x, 1.0, args.temperature, network.apply)[0])
+
+    params = first_params(QNetwork(num_actions), key)
+    check_jax_gradient(gradient(QNetwork(num_actions, dtype)), gradient(QNetwork(num_actions)), params, params, batch)
+
+
+def player(apply: Callable, params: Params) -> Callable[[np.ndarray], np.ndarray]:
+    """The network as evaluations want it: from and to NumPy arrays, of any batch size."""
+
+    def q_values_of(observation: np.ndarray) -> np.ndarray:
+        # Games end one by one, and `apply` is compiled for each size: 1, 2, 4, then every 8, black observations behind.
+        batch = len(observation)
+        size = -(-batch // 8) * 8 if batch > 4 else 1 << (batch - 1).bit_length()
+        padded = np.pad(observation, [(0, size - batch), (0, 0), (0, 0), (0, 0)])
+        return np.asarray(apply(params, padded))[:batch]
+
+    return q_values_of
 
 
 def main(args: Args) -> None:
     # ==================== setup ====================
     check_args(args)
     check_upload_possible(args)
-    on_cpu = pick_device()
+    dtype = pick_jax_device(args.bf16)
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    require_replay_memory(args, functools.partial(Replay.num_bytes, num_actions=envs.num_actions), available_memory())
-    teacher_path = find_teacher(teacher_repo(args), args.teacher_model_exp_name)
-    teacher, teacher_params = load_teacher(teacher_path, envs.num_actions, args.env_id, args.bf16)
+    check_memory(args, Replay.bytes_per_step(envs.num_actions), available_jax_memory())
+    hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
+    teacher, teacher_params = load_teacher(
+        args.teacher_policy_hf_repo or hub_repo, args.teacher_model_exp_name, envs.num_actions, dtype
+    )
+
+    rehearse(args, envs.num_actions, dtype)
 
     run = Run(args)
+    print(describe_jax(dtype, envs.num_threads), flush=True)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    student = QNetwork(envs.num_actions, fast_dtype(args.bf16))
+    q_network = QNetwork(envs.num_actions, dtype)
     optimizer = optax.adam(lambda n: args.learning_rate * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    params = first_params(student, init_key)
+    params = first_params(q_network, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    run.keep(state=(kept := TreeState(lambda: state)), exploration=RandomState(rng))
-    state = kept.restored(state)
-    learn = functools.partial(update, args=args, apply=student.apply, optimizer=optimizer)
-    learn = jax.jit(learn, static_argnames="count", donate_argnames="state")
-    teacher_apply = jax.jit(teacher.apply)
-    teacher_q_function = make_q_function(teacher_apply, lambda: teacher_params)
-    student_q_function = make_q_function(jax.jit(student.apply), lambda: state.params)
+    run.register(state=lambda: state, rng=rng)
+    state = run.restored("state", state)
+    learn = functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer)
+    learn = jax.jit(learn, donate_argnames="state")
+    teacher_apply, student_apply = jax.jit(teacher.apply), jax.jit(q_network.apply)
 
-    # ==================== phase 1: the teacher ====================
-    teacher_return = run.evaluate("teacher", teacher_q_function, args.teacher_eval_episodes)
+    # ==================== teacher: how well it plays, and how well one plays at random ====================
+    teacher_return = run.evaluate("teacher", player(teacher_apply, teacher_params), args.teacher_eval_episodes)
     random_return = run.evaluate("random", None, args.teacher_eval_episodes)
-    if run.phase == 1:
+    if not run.over("teacher"):
         writer.add_scalar("charts/teacher/avg_episodic_return", teacher_return, 0)
         writer.add_scalar("charts/random/avg_episodic_return", random_return, 0)
         warn_of_weak_teacher(teacher_return, random_return, args.env_id)
-        run.end_phase(2 if args.offline_steps > 0 else 4)
+        run.end_phase("teacher")
 
-    # ==================== phase 2: teacher data ====================
-    if run.phase in (2, 3):
+    if args.offline_steps > 0 and not run.over("offline"):
         replay = Replay(args.teacher_steps, envs.num_actions, args)
-        run.keep_replay("teacher", ReplayState(replay))
-    if run.phase == 2:
-        # On a GPU the teacher chooses for one half of the games while the other half is being played.
-        games = HalvedAtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, not on_cpu)
-        run.reset(games)
-        epsilon_at = functools.partial(linear_schedule, args.start_e, args.end_e, args.teacher_steps)
-        rollout = games.rollout(teacher_q_function, lambda: epsilon_at(run.done - args.num_envs), rng)
-        for _ in run.steps(replay.length * args.num_envs, args.num_envs, "teacher data", "step"):
-            played = next(rollout)
-            replay.add(*played)
-            run.show_return(score for score, _ in played.step.games)
-        games.close()
-        writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
-        run.end_phase(3)
+        run.register_replay("teacher", replay)
 
-    # ==================== phase 3: offline ====================
-    if run.phase == 3:
+        # ==================== teacher data ====================
+        if not run.over("teacher data"):
+            observation = run.reset(envs)
+            for step in run.steps("teacher data", replay.length * args.num_envs, by=args.num_envs):
+                teacher_q_values = teacher_apply(teacher_params, observation)
+                epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
+                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
+                result = envs.recv()
+                replay.add(observation, action, result, teacher_q_values)
+                observation = result.observation
+                run.show_return(score for score, _ in result.games)
+            writer.add_scalar("charts/teacher/SPS", int(run.done / run.seconds), 0)
+            run.end_phase("teacher data")
 
-        def evaluate_if_due(global_step: int) -> None:
-            name = f"offline {global_step}"
-            due = global_step % args.offline_eval_frequency == 0 or global_step == args.offline_steps
-            if due and global_step > 0 and name not in run.results:
-                save_model(state.params, run.dir / f"{args.exp_name}-offline-{global_step}.cleanrl_model")
-                offline_return = run.evaluate(name, student_q_function, args.eval_episodes)
-                writer.add_scalar("charts/offline/avg_episodic_return", offline_return, global_step)
-                run.show_return([offline_return])
+        # ==================== offline ====================
+        def evaluate_offline(updates: int) -> None:
+            save_model(state.params, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
+            offline_return = run.evaluate(f"offline {updates}", player(student_apply, state.params), args.eval_episodes)
+            writer.add_scalar("charts/offline/avg_episodic_return", offline_return, updates)
+            run.show_return([offline_return])
 
-        evaluate_if_due(run.done)  # a run that was stopped in an evaluation plays it again
-        count = 1 if on_cpu else offline_updates_per_call(args)
-        for updates in run.steps(args.offline_steps, count, "offline", "update"):
-            global_step = updates + count
-            state, losses = learn(state, replay.rows, replay.window, args.distill_coefficient, count)
-            run.last_update = losses._asdict()
+        for updates in run.steps("offline", args.offline_steps, unit="update"):
+            if updates > 0 and updates % args.offline_eval_frequency == 0:
+                evaluate_offline(updates)
+            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient)
+            run.losses = losses
+            global_step = updates + 1
             if global_step % args.target_network_frequency == 0:
                 state = update_target(state, args.tau)
-            if global_step % 100 == 0:
+            if global_step % 100 == 0:  # seldom: reading a loss waits for the device
                 run.check_learning()
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
-            evaluate_if_due(global_step)
+        evaluate_offline(args.offline_steps)
         del replay  # before the online replay is made: the two never exist at once
         run.drop_replay()
-        run.end_phase(4)
+        run.end_phase("offline")
 
-    # ==================== phase 4: online ====================
-    if run.phase == 4:
+    # ==================== online ====================
+    if not run.over("online"):
         replay = Replay(args.buffer_size, envs.num_actions, args)
-        run.keep_replay("online", ReplayState(replay))
+        run.register_replay("online", replay)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        distill_coefficient = run.state.get("distill_coefficient", args.distill_coefficient)
+        losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        for online_step in run.steps(args.total_timesteps, args.num_envs, "online", "step"):
-            global_step, next_step = args.offline_steps + online_step, online_step + args.num_envs
+        for step in run.steps("online", args.total_timesteps, by=args.num_envs):
+            global_step, next_step = args.offline_steps + step, step + args.num_envs
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(student_q_function(observation), epsilon, rng))
+            action = envs.send(epsilon_greedy(student_apply(state.params, observation), epsilon, rng))
 
-            # The emulator plays while the student learns and the teacher judges what it showed; on a GPU no call waits.
-            updates_due = 0
-            if online_step >= args.learning_starts:
-                if updates_due := times_due(online_step, next_step, args.train_frequency):
-                    state, losses = learn(state, replay.rows, replay.window, distill_coefficient, updates_due)
-                    run.last_update = losses._asdict()
-                for _ in range(times_due(online_step, next_step, args.target_network_frequency)):
+            # Emulation overlaps learning; nothing from here to `recv` waits for a GPU.
+            distill_coefficient = distill_coefficient_now(
+                recent_returns, teacher_return, random_return, args.distill_coefficient
+            )
+            low, high = replay.window
+            if step >= args.learning_starts and high > low:
+                for _ in range(times_due(step, next_step, args.train_frequency)):
+                    state, losses = learn(state, replay.ring, low, high, distill_coefficient)
+                    run.losses = losses
+                for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
+            teacher_q_values = teacher_apply(teacher_params, observation)
+            result = envs.recv()
+            replay.add(observation, action, result, teacher_q_values)
+            observation = result.observation
 
-            teacher_q_values, step = teacher_apply(teacher_params, observation), envs.recv()
-            replay.add(observation, action, step, teacher_q_values)
-            observation = step.observation
-            if updates_due and next_step >= run.state.get("next_loss_log", 0):  # seldom: reading waits for the device
-                run.state["next_loss_log"] = next_step + 100
-                run.check_learning()
-                writer.add_scalar("losses/loss", losses.loss.item(), global_step)
-                writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
-                writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
-                writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
-            for score, length in step.games:
+            for score, length in result.games:
                 recent_returns.append(score)
                 del recent_returns[:-10]
                 writer.add_scalar("charts/episodic_return", score, global_step)
                 writer.add_scalar("charts/episodic_length", length, global_step)
                 run.show_return(recent_returns)
-            run.state["distill_coefficient"] = distill_coefficient = distill_coefficient_now(
-                recent_returns, teacher_return, random_return, args.distill_coefficient
-            )
-            if times_due(online_step, next_step, 100):
+            if times_due(step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
+                if losses:
+                    run.check_learning()
+                    writer.add_scalar("losses/loss", losses.loss.item(), global_step)
+                    writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
+                    writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
         del replay
         run.drop_replay()
-        run.end_phase(5)
+        run.end_phase("online")
     envs.close()
 
-    # ==================== phase 5: save, evaluate ====================
+    # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
-    if run.phase == 5:
+    if not run.over("evaluation"):
         if args.save_model:
             save_model(state.params, model_path)
             print(f"model saved to {model_path}")
-        run.evaluate("online", student_q_function, args.eval_episodes)
+        run.evaluate("online", player(student_apply, state.params), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["online"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)
-        run.end_phase(6)
-
-    # ==================== phase 6: upload ====================
+        run.end_phase("evaluation")
     run.close(run.videos)
     if args.upload_model:
         upload_model(args, run.dir, model_path, run.results["online"], run.videos)

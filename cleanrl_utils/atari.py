@@ -11,7 +11,7 @@ import numpy as np
 from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
-from cleanrl_utils.errors import EmulatorFailure, UserError
+from cleanrl_utils.checks import EmulatorFailure, UserError, require_packages
 
 Result = TypeVar("Result")
 
@@ -90,8 +90,8 @@ def available_cores() -> int:
 
 
 def env_seeds(seed: int, num_envs: int) -> np.ndarray:
-    """A seed for each copy, uint32 (num_envs,): those of seed 1 and seed 2 don't overlap, as consecutive ones would."""
-    return np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1
+    """A seed for each copy, int64 (num_envs,): those of seed 1 and seed 2 don't overlap, as consecutive ones would."""
+    return (np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1).astype(np.int64)
 
 
 def emulate(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -111,9 +111,9 @@ class AtariEnvs:
     """N copies of one game, emulated in C++ threads, with the preprocessing of Mnih et al. (2015).
 
     Grayscale 84×84, every action repeated for 4 frames, maximum over the last two, 4 frames stacked (zeros before the
-    first frame of a game), FIRE and no-ops for up to 29 frames at the start of a game. A lost life is reported as
-    ``terminated`` and the game plays on; FIRE is then pressed in place of the next action, as in the wrappers that
-    published agents were trained in: without it an agent can stand still in Breakout forever.
+    first frame of a game), no-ops for up to 29 frames at the start of a game. A lost life is reported as ``terminated``
+    and the game plays on. At the start of a game and after a lost life FIRE is pressed in place of the next action, as
+    in the wrappers that published agents were trained in: without it an agent can stand still in Breakout forever.
 
     Emulation overlaps with whatever the caller does between :meth:`send` and :meth:`recv`. Whatever the emulator raises
     there or in :meth:`reset` becomes an :class:`EmulatorFailure`.
@@ -122,29 +122,20 @@ class AtariEnvs:
         env_id: see :func:`parse_env_id`, which also says what ``repeat_action_probability`` is.
         num_envs: N.
         seed: games, no-ops and sticky actions of every copy follow from it.
-        num_threads: emulator threads; one per available core, and no more than copies, when None.
-        first: this is part of a larger group of the same seed, and its copies are numbered from here on.
     """
 
-    def __init__(
-        self,
-        env_id: str,
-        num_envs: int,
-        seed: int,
-        repeat_action_probability: float | None = None,
-        num_threads: int | None = None,
-        first: int = 0,
-    ):
+    def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
         game = parse_env_id(env_id, repeat_action_probability)
-        self.num_envs = num_envs
+        self.num_envs, self.num_threads = num_envs, min(num_envs, available_cores())
         self._envs = AtariVectorEnv(
             game.rom,
             num_envs,
-            num_threads=num_threads or min(num_envs, available_cores()),
+            num_threads=self.num_threads,
             repeat_action_probability=game.repeat_action_probability,
             max_num_frames_per_episode=MAX_FRAMES,
             frameskip=FRAME_SKIP,
             noop_max=NOOP_MAX,
+            use_fire_reset=False,  # for a single frame, in which a sticky action can swallow it; see `send`
             reward_clipping=False,  # scores are reported unclipped; what learns clips for itself
             episodic_life=False,  # True would restart the whole game whenever a life is lost
             life_loss_info=True,
@@ -152,14 +143,9 @@ class AtariEnvs:
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
-        self._seed, self._first, self._sent = seed, first, False
+        self._seed, self._sent = seed, False
         self._score = np.zeros(num_envs, np.int64)
         self._length = np.zeros(num_envs, np.int64)
-        self._press_fire = np.zeros(num_envs, bool)
-        self.observation = np.zeros((num_envs, 4, 84, 84), np.uint8)
-        """uint8 (N, 4, 84, 84), the newest"""
-        self.just_reset = np.zeros(num_envs, bool)
-        """bool (N,), the newest observation is a game's first, after another game"""
         self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
         """called when the emulator fails in a step, before the failure goes on its way"""
 
@@ -167,15 +153,15 @@ class AtariEnvs:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
         if self._sent:  # a step that nobody waits for any more
             self.recv()
-        seeds = env_seeds(self._seed if seed is None else seed, self._first + self.num_envs)[self._first :]
-        observation, info = emulate(self._envs.reset, seed=seeds.astype(np.int64))
-        self.observation, self.just_reset = observation, np.zeros(self.num_envs, bool)
+        seeds = env_seeds(self._seed if seed is None else seed, self.num_envs)
+        observation, info = emulate(self._envs.reset, seed=seeds)
         self._game_start = info["frame_number"] - info["episode_frame_number"]
-        self._score[:], self._length[:], self._press_fire[:] = 0, 0, False
+        self._score[:], self._length[:] = 0, 0
+        self._press_fire = np.ones(self.num_envs, bool)
         return observation
 
     def send(self, action: np.ndarray) -> np.ndarray:
-        """Starts a step with ``action``; returns the actions really taken (FIRE after a lost life). Both int64 (N,)."""
+        """Starts a step with ``action``; returns the actions really taken, FIRE where it is due. Both int64 (N,)."""
         if self._fire_action is not None:
             action = np.where(self._press_fire, self._fire_action, action)
         self._step(self._envs.send, action)
@@ -194,8 +180,7 @@ class AtariEnvs:
         games = [(int(self._score[i]), int(self._length[i])) for i in np.flatnonzero(reset)]
         self._score = np.where(reset, 0, self._score + reward)
         self._length = np.where(reset, 0, self._length + 1)
-        self._press_fire = terminated & ~reset
-        self.observation, self.just_reset = observation, reset
+        self._press_fire = terminated | reset
         return Step(observation, reward, terminated & ~reset, truncated & ~reset, reset, games)
 
     def step(self, action: np.ndarray) -> Step:
@@ -211,8 +196,9 @@ class AtariEnvs:
             raise
 
     def close(self) -> None:
-        """Ends the emulator's threads."""
+        """Ends the emulators' threads and frees their memory."""
         self._envs.close()
+        del self._envs  # its threads live as long as it does
 
 
 def make_wrapped_env(
@@ -224,10 +210,8 @@ def make_wrapped_env(
     with the same game until ``env.unwrapped.ale.game_over()``. The oracle for :class:`AtariEnvs`: slower, but it can
     render video.
     """
-    try:
-        from stable_baselines3.common import atari_wrappers as sb3
-    except ImportError as error:
-        raise UserError(f"this needs stable-baselines3 ({error}): pip install stable-baselines3") from error
+    require_packages("this", "stable_baselines3")
+    from stable_baselines3.common import atari_wrappers as sb3
 
     game = parse_env_id(env_id, repeat_action_probability)
     env = gym.make(

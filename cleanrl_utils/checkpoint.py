@@ -1,180 +1,197 @@
-"""Checkpoint files: a small state, and a replay in segments to which each checkpoint adds the rows that are new.
+"""Checkpoint files: a small state, and a replay in segments to which each checkpoint adds the steps that are new.
 
     checkpoint/
-      000012.state              everything but the replay, and the list of the segments that belong to it
-      online-800-1300.rows      rows [800, 1300) of the online replay
+      000012.state                     everything but the replay, and the names of the segments that belong to it
+      online-800-1300-5f3a90c1.replay  steps 800 to 1299 of the online replay
 
-A file is a JSON header and arrays, each in NumPy's npy format, one after the other, and at the end the CRC-32 of it
-all. (Zip files, ``np.savez``, have a checksum of each array, but none of their headers.) Nothing is pickled, so that
-loading runs no code. Files appear under their names whole and on the disk (`atomic_write`), a state after its segments;
-what no kept state refers to is deleted after that. A kill at any instant therefore leaves the checkpoint before, or the
-new one.
+Both are zip files, which keep a checksum of each member: a state holds JSON and what each library makes of its own
+(`torch.save`, flax's msgpack), a segment NumPy arrays (`numpy.savez`). Nothing in them is unpickled but plain tensors,
+so that loading runs no code. Files appear under their names whole and on the disk (`atomic_write`), a state after its
+segments; what no kept state refers to is deleted after that. A kill at any instant therefore leaves the checkpoint
+before, or the new one.
 """
 
 import contextlib
+import io
 import json
 import sys
-import zlib
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
 
 import numpy as np
 
-from cleanrl_utils.errors import UserError
-from cleanrl_utils.runs import atomic_write, sync_directory
+from cleanrl_utils.checks import UserError
+from cleanrl_utils.tracking import atomic_write, sync_directory
 
-Tree = Any
-"""Dicts with string keys and lists, nested, of what JSON can hold and of NumPy arrays"""
+Json = Any
 
-SEGMENT_BYTES = 2**27  # what a segment is split at: reading takes two of them in memory beside the replay
+SEGMENT_BYTES = 2**27  # what a segment is split at: reading takes one of them in memory beside the replay
 
 
 class DamagedFile(Exception):
     """A checkpoint's file is missing, or not what was written."""
 
 
-class ReplayRows(Protocol):
-    """What a checkpoint needs of a replay, of either backend (`cleanrl_utils.replay` says what a row is)."""
+class NotFinite(Exception):
+    """Something that was learned is NaN or infinite; the message names it."""
 
-    @property
-    def length(self) -> int:
-        """Rows of the ring."""
 
-    @property
-    def rows_written(self) -> int:
-        """Rows written since the replay was made, also those overwritten."""
+class Replay(Protocol):
+    """What a checkpoint needs of a script's replay, of either backend."""
 
-    def read(self, low: int, high: int) -> dict[str, np.ndarray]:
-        """The rows in slots ``[low, high)``, (high - low, num_envs, …) each; views where that is possible."""
+    ring: Any
+    """NamedTuple of arrays (length, num_envs, …) on the device; JAX's is replaced, PyTorch's is written to"""
+    length: int
+    """steps that the ring holds of each environment"""
+    steps_added: int
+    """steps added since the replay was made, also those overwritten"""
+    age: np.ndarray
+    """int (num_envs,), steps since each game's reset"""
 
-    def write(self, low: int, rows: dict[str, np.ndarray]) -> None:
-        """Puts rows into the slots from ``low`` on."""
 
-    def cut_games(self, frame: np.ndarray) -> None:
-        """Adds the row of :func:`final_row`; ``frame`` as there."""
+# ==================== parts: what else a checkpoint holds ====================
+# A part is a PyTorch module or optimizer, a generator of NumPy or PyTorch, or a function that returns a tree of JAX's.
 
-    def save(self) -> Tree:
-        """What there is beside the rows."""
 
-    def load(self, state: Tree) -> None:
-        """Takes over what :meth:`save` returned."""
+def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of what nested dicts and lists hold."""
+    if isinstance(tree, (dict, list, tuple)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from leaves(value, f"{name} {key}")
+    else:
+        yield name, tree
+
+
+def as_array(value: Any) -> np.ndarray:
+    """An array of NumPy, JAX or PyTorch as one of NumPy."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def dump(part: Any, name: str) -> bytes:
+    """The state of a part.
+
+    Raises:
+        NotFinite: it holds NaN or infinity.
+    """
+    if isinstance(part, np.random.Generator):
+        return json.dumps(part.bit_generator.state).encode()
+    if callable(part) and not hasattr(part, "state_dict"):
+        from flax.serialization import msgpack_serialize, to_state_dict
+
+        state = to_state_dict(part())
+        data = msgpack_serialize(state)
+    else:
+        import torch
+
+        state = part.get_state() if hasattr(part, "get_state") else part.state_dict()
+        torch.save(state, file := io.BytesIO())
+        data = file.getvalue()
+    for leaf, value in leaves(state, name):
+        if hasattr(value, "dtype") and not np.isfinite(as_array(value)).all():
+            raise NotFinite(leaf)
+    return data
+
+
+def load(part: Any, data: bytes) -> Any:
+    """Gives a part the state that :func:`dump` returned, or returns it, as JAX's trees are never changed."""
+    if isinstance(part, np.random.Generator):
+        part.bit_generator.state = json.loads(data)
+    elif callable(part) and not hasattr(part, "state_dict"):
+        from flax.serialization import from_state_dict, msgpack_restore
+
+        return from_state_dict(part(), msgpack_restore(data))
+    else:
+        import torch
+
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if isinstance(part, torch.Generator):
+            if state.shape == part.get_state().shape:  # else it is one of another kind of device
+                part.set_state(state)
+        else:
+            if isinstance(part, torch.optim.Optimizer):  # its settings come from flags and device
+                state["param_groups"] = part.state_dict()["param_groups"]
+            part.load_state_dict(state)
+    return None
+
+
+# ==================== files ====================
 
 
 class Segment(NamedTuple):
-    """Rows ``[low, high)`` of a replay, in one file."""
+    """Steps ``[low, high)`` of a replay, in one file, whose name no other segment ever gets."""
 
     file: str
     low: int
     high: int
-    crc: int
-    """The file's checksum: one of the same name that another, lost future of the run has left is thus told apart"""
 
 
-class _Summed:
-    """A file written through to, with a checksum of what went by. NumPy streams to it what it would write to a file."""
+def check_file(path: Path, members: Iterable[str] = ()) -> None:
+    """Reads a zip file to its end.
 
-    def __init__(self, file: BinaryIO):
-        self.file, self.crc = file, 0
-
-    def write(self, data: bytes) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self.file.write(data)
-
-
-def write_file(path: Path, header: Tree, arrays: Sequence[np.ndarray]) -> int:
-    """Writes a file (see above) and returns its checksum. Of the arrays, no copy is made."""
-    with atomic_write(path) as file:
-        summed = _Summed(file)
-        for array in (np.frombuffer(json.dumps(header).encode(), np.uint8), *arrays):
-            np.save(summed, array, allow_pickle=False)
-        file.write(summed.crc.to_bytes(4, "little"))
-    return summed.crc
-
-
-def check_file(path: Path) -> int:
-    """Reads a file to its end and returns its checksum.
+    Args:
+        members: names of files that have to be in it. A damaged directory can hide some and have no other fault.
 
     Raises:
-        DamagedFile: it is missing, or its checksum is another than that of its content.
+        DamagedFile: it is missing, or a member is missing or not what was written.
     """
     try:
-        with path.open("rb") as file:
-            crc, left = 0, path.stat().st_size - 4
-            while left > 0:
-                data = file.read(min(left, 2**22))
-                crc, left = zlib.crc32(data, crc), left - (len(data) or left)
-            if int.from_bytes(file.read(), "little") != crc:
-                raise DamagedFile(f"{path.name} has another checksum than was written")
+        with zipfile.ZipFile(path) as file:
+            if missing := {*members} - {*file.namelist()}:
+                raise DamagedFile(f"{path.name} has no {', '.join(sorted(missing))}")
+            if member := file.testzip():
+                raise DamagedFile(f"{path.name} has another checksum at {member} than was written")
     except OSError as error:
         raise DamagedFile(f"{path.name} can't be read: {error.strerror or error}") from error
-    return crc
+    except DamagedFile:
+        raise
+    except Exception as error:  # BadZipFile, and whatever else a damaged directory of it leads to
+        raise DamagedFile(f"{path.name} is damaged: {error}") from error
 
 
-def read_file(path: Path) -> tuple[Tree, list[np.ndarray]]:
-    """Header and arrays of a file.
+def read_state(path: Path) -> tuple[Json, dict[str, bytes]]:
+    """The JSON of a state, and the parts.
 
     Raises:
         DamagedFile: see :func:`check_file`.
     """
     check_file(path)
-    arrays = []
     try:
-        with path.open("rb") as file:
-            header = json.loads(np.load(file, allow_pickle=False).tobytes())
-            while file.tell() < path.stat().st_size - 4:
-                arrays.append(np.load(file, allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
+        with zipfile.ZipFile(path) as file:
+            state = json.loads(file.read("state.json"))
+            return state, {name: file.read(name) for name in state["parts"]}
+    except (OSError, KeyError, ValueError) as error:
         raise DamagedFile(f"{path.name} can't be read: {error}") from error
-    return header, arrays
 
 
-def pack(tree: Tree, arrays: list[np.ndarray]) -> Tree:
-    """The tree as JSON, its arrays moved to ``arrays`` in exchange for their numbers there."""
-    if isinstance(tree, dict):
-        return {key: pack(value, arrays) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [pack(value, arrays) for value in tree]
-    if isinstance(tree, np.ndarray):
-        arrays.append(tree)
-        return {"array": len(arrays) - 1}
-    return tree
+def read_ring(array: Any, low: int, high: int) -> np.ndarray:
+    """Slots ``[low, high)`` of an array of PyTorch or JAX; a view if it is on the CPU."""
+    if hasattr(array, "cpu"):
+        return array[low:high].cpu().numpy()
+    if next(iter(array.devices())).platform == "cpu":
+        return np.asarray(array)[low:high]
+    from jax.lax import dynamic_slice_in_dim
+
+    return np.asarray(dynamic_slice_in_dim(array, low, high - low))
 
 
-def unpack(tree: Tree, arrays: list[np.ndarray]) -> Tree:
-    """The inverse of :func:`pack`, but for tuples, which are lists now."""
-    if isinstance(tree, dict):
-        if tree.keys() == {"array"}:
-            return arrays[tree["array"]]
-        return {key: unpack(value, arrays) for key, value in tree.items()}
-    return [unpack(value, arrays) for value in tree] if isinstance(tree, list) else tree
+def write_ring(replay: Replay, low: int, values: dict[str, np.ndarray]) -> None:
+    """Puts arrays (steps, num_envs, …) into the slots of the ring from ``low`` on."""
+    if hasattr(replay.ring[0], "copy_"):
+        import torch
 
+        for name, value in values.items():
+            getattr(replay.ring, name)[low : low + len(value)].copy_(torch.from_numpy(value))
+    else:
+        import jax
 
-class RandomState:
-    """A NumPy generator as part of a checkpoint."""
+        def write(ring: Any, low: int, values: Any) -> Any:
+            return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, low, 0), ring, values)
 
-    def __init__(self, rng: np.random.Generator):
-        self.rng = rng
-
-    def save(self) -> Tree:
-        """The generator's state."""
-        return self.rng.bit_generator.state
-
-    def load(self, state: Tree) -> None:
-        """Takes over what :meth:`save` returned."""
-        self.rng.bit_generator.state = state
-
-
-def final_row(replay: ReplayRows, frame: np.ndarray, age: np.ndarray) -> dict[str, np.ndarray]:
-    """The row that ends all games where they are, as a truncation: (1, num_envs, …) each.
-
-    Args:
-        frame: uint8 (num_envs, 84, 84), the newest of the observation that was not acted upon any more.
-        age: int32 (num_envs,), steps since the games' resets.
-    """
-    row = {name: np.zeros_like(array) for name, array in replay.read(0, 1).items()}
-    row["frame"][0], row["age"][0] = frame, age
-    return row
+        values = type(replay.ring)(**values)
+        replay.ring = jax.jit(write, donate_argnums=0)(replay.ring, low, values)  # donated: it is not to exist twice
 
 
 class CheckpointStore:
@@ -187,8 +204,8 @@ class CheckpointStore:
         self._replay_name = ""
         self._segments: list[Segment] = []
 
-    def save(self, state: Tree, replay: ReplayRows | None = None, replay_name: str = "") -> None:
-        """Writes a checkpoint: ``state``, and the rows of ``replay`` that the one before does not have.
+    def save(self, state: Json, parts: dict[str, bytes], replay: Replay | None = None, replay_name: str = "") -> None:
+        """Writes a checkpoint: ``state``, ``parts``, and the steps of ``replay`` that the one before does not have.
 
         Args:
             replay_name: tells the segments of one replay from those of another.
@@ -202,21 +219,24 @@ class CheckpointStore:
                 self.directory.mkdir()
                 sync_directory(self.directory.parent)
             if replay is not None:
-                oldest = replay.rows_written - replay.length
+                oldest = replay.steps_added - replay.length
                 if replay_name == self._replay_name:
                     segments = [segment for segment in self._segments if segment.high > oldest]
-                row = max(segments[-1].high if segments else 0, oldest, 0)
-                while row < replay.rows_written:
-                    segment = self._write_segment(replay, replay_name, row)
+                step = max(segments[-1].high if segments else 0, oldest, 0)
+                while step < replay.steps_added:
+                    segment = self._write_segment(replay, replay_name, step, written)
                     segments.append(segment)
-                    written.add(segment.file)
-                    row = segment.high
-            arrays: list[np.ndarray] = []
-            content = {"state": state, "replay_name": replay_name, "replay": replay and replay.save()}
-            header = pack(content | {"segments": segments}, arrays)
+                    step = segment.high
+            state = {"run": state, "parts": list(parts), "replay": None, "segments": segments}
+            if replay is not None:
+                state["replay"] = {"name": replay_name, "steps_added": replay.steps_added, "age": replay.age.tolist()}
+                state["replay"]["members"] = [f"{name}.npy" for name in replay.ring._fields]
             name = f"{self._number + 1:06d}.state"
             written.add(name)
-            write_file(self.directory / name, header, arrays)
+            with atomic_write(self.directory / name) as file, zipfile.ZipFile(file, "w") as archive:
+                archive.writestr("state.json", json.dumps(state))
+                for part, data in parts.items():
+                    archive.writestr(part, data)
         except BaseException:
             self._delete(written)
             raise
@@ -224,13 +244,17 @@ class CheckpointStore:
         self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
         self._collect()
 
-    def _write_segment(self, replay: ReplayRows, name: str, row: int) -> Segment:
-        """Writes the rows from ``row`` on: as many as one file may have, none beyond the end of the ring."""
-        slot = row % replay.length
-        row_bytes = sum(array.nbytes for array in replay.read(slot, slot + 1).values())
-        rows = min(replay.rows_written - row, replay.length - slot, max(1, SEGMENT_BYTES // row_bytes))
-        file, content = f"{name}-{row}-{row + rows}.rows", replay.read(slot, slot + rows)
-        return Segment(file, row, row + rows, write_file(self.directory / file, list(content), list(content.values())))
+    def _write_segment(self, replay: Replay, name: str, step: int, written: set[str]) -> Segment:
+        """Writes the steps from ``step`` on: as many as one file may have, none beyond the end of the ring."""
+        slot = step % replay.length
+        step_bytes = sum(array.nbytes // replay.length for array in replay.ring)
+        steps = min(replay.steps_added - step, replay.length - slot, max(1, SEGMENT_BYTES // step_bytes))
+        segment = Segment(f"{name}-{step}-{step + steps}-{uuid4().hex[:8]}.replay", step, step + steps)
+        written.add(segment.file)
+        arrays = {key: read_ring(array, slot, slot + steps) for key, array in replay.ring._asdict().items()}
+        with atomic_write(self.directory / segment.file) as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        return segment
 
     def _collect(self) -> None:
         self._delete({path.name for path in self.directory.iterdir()}.difference(*self._kept))
@@ -250,8 +274,8 @@ class CheckpointStore:
         self._kept = self._kept[:1]
         self._collect()
 
-    def load(self, with_replay: bool = True) -> Tree:
-        """The state of the newest checkpoint that is whole; says so when another one is newer.
+    def load(self, with_replay: bool = True) -> tuple[Json, dict[str, bytes]]:
+        """State and parts of the newest checkpoint that is whole; says so when another one is newer.
 
         Args:
             with_replay: also reads the replay to its end to see that it is whole. Without it, nothing is said.
@@ -263,11 +287,10 @@ class CheckpointStore:
         problems = []
         for name in found:
             try:
-                header, arrays = read_file(self.directory / name)
-                segments = [Segment(*segment) for segment in header["segments"]]
+                state, parts = read_state(self.directory / name)
+                segments = [Segment(*segment) for segment in state["segments"]]
                 for segment in segments if with_replay else []:
-                    if check_file(self.directory / segment.file) != segment.crc:
-                        raise DamagedFile(f"{segment.file} belongs to another checkpoint")
+                    check_file(self.directory / segment.file, state["replay"]["members"])
             except DamagedFile as error:
                 problems.append(str(error))
                 continue
@@ -275,11 +298,10 @@ class CheckpointStore:
                 problem = "; ".join(problems)
                 message = f"WARNING: the newest checkpoint is damaged ({problem}); going on from the one before, {name}"
                 print(message, file=sys.stderr, flush=True)
-            content = unpack(header, arrays)
-            self._number, self._replay_name, self._segments = int(name[:6]), header["replay_name"], segments
+            self._number, self._segments, self._replay_state = int(name[:6]), segments, state["replay"]
+            self._replay_name = state["replay"]["name"] if state["replay"] else ""
             self._kept = [{name, *(segment.file for segment in segments)}]
-            self._replay_state = content["replay"]
-            return content["state"]
+            return state["run"], parts
         if problems:
             raise UserError(
                 f"no checkpoint in {self.directory} is whole ({'; '.join(problems)}); restore the directory from a "
@@ -287,7 +309,7 @@ class CheckpointStore:
             )
         raise UserError(f"there is no checkpoint in {self.directory}; start the run anew, without --resume")
 
-    def load_replay(self, replay: ReplayRows, name: str) -> None:
+    def load_replay(self, replay: Replay, name: str) -> None:
         """Fills ``replay`` with what the loaded checkpoint has of the replay ``name``, if anything.
 
         Raises:
@@ -295,7 +317,14 @@ class CheckpointStore:
         """
         if name != self._replay_name:
             return
-        for segment in self._segments:  # in order: later rows take the slots of earlier ones
-            names, arrays = read_file(self.directory / segment.file)
-            replay.write(segment.low % replay.length, dict(zip(names, arrays, strict=True)))
-        replay.load(self._replay_state)
+        for segment in self._segments:  # in order: later steps take the slots of earlier ones
+            try:
+                with np.load(self.directory / segment.file, allow_pickle=False) as file:
+                    arrays = {key: file[key] for key in replay.ring._fields}
+            except Exception as error:  # of the system, of zip, of NumPy: whatever it finds there
+                raise DamagedFile(f"{segment.file} can't be read: {error}") from error
+            write_ring(replay, segment.low % replay.length, arrays)
+        # The newest step may still change (`Replay.end_games`), so the segment that it lies in is to be written again.
+        self._segments = self._segments[:-1]
+        replay.steps_added = self._replay_state["steps_added"]
+        replay.age = np.array(self._replay_state["age"], np.int32)

@@ -1,44 +1,63 @@
-"""Checks of flags and memory, made before any long phase starts."""
+"""What a user may get wrong, found before any long phase starts, and said in one line."""
 
+import dataclasses
+import errno
+import importlib
 import math
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cleanrl_utils.atari import parse_env_id
-from cleanrl_utils.errors import UserError
-from cleanrl_utils.evaluation import check_video_possible
-from cleanrl_utils.replay import STACK, ring_length
-from cleanrl_utils.runs import check_wandb_possible
-from cleanrl_utils.schedules import times_due
-
+STACK = 4  # frames of an observation
 AT_LEAST_ONE = (
-    "total_timesteps",
-    "num_envs",
-    "buffer_size",
-    "target_network_frequency",
-    "batch_size",
-    "train_frequency",
-    "n_step",
-    "eval_episodes",
-    "teacher_eval_episodes",
-    "teacher_steps",
-    "offline_eval_frequency",
+    *("total_timesteps", "num_envs", "buffer_size", "target_network_frequency", "batch_size", "train_frequency"),
+    *("n_step", "eval_episodes", "teacher_eval_episodes", "teacher_steps", "offline_eval_frequency"),
 )
 AT_LEAST_ZERO = (
-    "learning_starts",
-    "offline_steps",
-    "distill_coefficient",
-    "warmup_updates",
-    "checkpoint_minutes",
-    "max_minutes",
+    *("learning_starts", "offline_steps", "distill_coefficient", "warmup_updates", "checkpoint_minutes", "max_minutes"),
 )
 POSITIVE = ("learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
-GB = 1e9
+PACKAGES = {"capture_video": ("stable_baselines3", "imageio", "imageio_ffmpeg"), "track": ("wandb", "tensorboard")}
+"""What a flag needs beyond the scripts' own packages, to be imported"""
+PIP_NAMES = {"stable_baselines3": "stable-baselines3", "imageio_ffmpeg": "imageio[ffmpeg]"}
+
+
+class UserError(Exception):
+    """Something the user can put right. The message says what is wrong, what was found and what to do, in one line."""
+
+
+class TrainingFailure(Exception):
+    """A run that can't go on. The message says what happened and what was saved, in one line."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EmulatorFailure(TrainingFailure):
+    """A game can't go on. What the emulator raised is its ``__cause__``."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turns these errors, and a full disk, into one line on stderr and an exit code, 2 for a :class:`UserError`."""
+    try:
+        yield
+    except (UserError, TrainingFailure) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code if isinstance(error, TrainingFailure) else 2)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = "make room; a run goes on from its last checkpoint with --resume"
+        print(f"error: {error.filename or 'a file'} could not be written ({error.strerror}); {what}", file=sys.stderr)
+        sys.exit(1)
 
 
 def flag(name: str) -> str:
@@ -47,7 +66,7 @@ def flag(name: str) -> str:
 
 
 def check_args(args: Any) -> None:
-    """Checks names, sizes and frequencies of any script's ``Args``; fields it does not have are skipped.
+    """Checks names, sizes, frequencies and packages of any script's ``Args``; fields it does not have are skipped.
 
     Raises:
         UserError: names the flag, the value found and the values allowed.
@@ -62,53 +81,78 @@ def check_args(args: Any) -> None:
             value = getattr(args, name, None)
             if value is not None and not (math.isfinite(value) and allowed(value)):
                 raise UserError(f"{flag(name)} is {value}; it {text}")
-
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed is {args.seed}; it must lie between 0 and 2^32 - 1")
     if not re.fullmatch(r"[\w.+-]+", args.exp_name):
         raise UserError(
             f"--exp-name is {args.exp_name!r}; it names files, so give letters, digits, dots and dashes only"
         )
-    parse_env_id(args.env_id, args.repeat_action_probability)
-    # A ring must keep a stack, an n-step return and something to choose from.
-    rows, needed = ring_length(args.buffer_size, args.num_envs), STACK + args.n_step + 1
-    if rows < needed:
-        raise UserError(
-            f"--buffer-size {args.buffer_size} leaves {rows} steps for each of {args.num_envs} environments; "
-            f"it must be at least {needed * args.num_envs} with --num-envs {args.num_envs} and --n-step {args.n_step}"
-        )
-    if args.learning_starts > rows * args.num_envs:
-        raise UserError(
-            f"--learning-starts {args.learning_starts} is more than the {rows * args.num_envs} steps that the replay "
-            f"holds with --buffer-size {args.buffer_size} and --num-envs {args.num_envs}: no update would ever be "
-            "made; lower the one or raise the other"
-        )
-    first_rows = (args.n_step + 2) * args.num_envs
-    if args.learning_starts < first_rows:
-        raise UserError(
-            f"--learning-starts {args.learning_starts} leaves the first update nothing to sample from; it must be at "
-            f"least {first_rows} with --num-envs {args.num_envs} and --n-step {args.n_step}"
-        )
-    first = math.ceil(args.learning_starts / args.num_envs) * args.num_envs
+    check_sizes(args)
+    if args.max_minutes and not args.checkpoint_minutes:
+        raise UserError("--max-minutes stops with a checkpoint, and --checkpoint-minutes 0 writes none; leave one out")
+    if args.upload_model and not args.save_model:
+        raise UserError("--upload-model uploads what --save-model saves; give both")
+    for name, packages in PACKAGES.items():
+        if getattr(args, name):
+            require_packages(flag(name), *packages)
+
+
+def check_sizes(args: Any) -> None:
+    """Sees that replays can be sampled and that an update will be made.
+
+    Raises:
+        UserError: one of the sizes is too small for so many games.
+    """
+    # A ring must hold a stack, an n-step return, and something to choose from.
+    needed = STACK + args.n_step + 1
+    for name in ("buffer_size", "teacher_steps"):
+        if getattr(args, name, None) is None or (name == "teacher_steps" and args.offline_steps == 0):
+            continue
+        if getattr(args, name) // args.num_envs < needed:
+            raise UserError(
+                f"{flag(name)} {getattr(args, name)} leaves {getattr(args, name) // args.num_envs} steps for each of "
+                f"{args.num_envs} games; it must be at least {needed * args.num_envs} with --num-envs {args.num_envs} "
+                f"and --n-step {args.n_step}"
+            )
+    # Online updates are counted in multiples of train_frequency, from the first step of all games that may learn.
+    first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
     last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
-    if times_due(first, max(first, last), args.train_frequency) == 0:
+    if last // args.train_frequency <= first // args.train_frequency:
         raise UserError(
             f"--total-timesteps {args.total_timesteps} leaves no update to be made, with --learning-starts "
             f"{args.learning_starts}, --train-frequency {args.train_frequency} and --num-envs {args.num_envs}; raise it"
         )
-    if getattr(args, "offline_steps", 0) > 0 and args.teacher_steps < needed * args.num_envs:
-        raise UserError(
-            f"--teacher-steps {args.teacher_steps} is too few to learn from with --num-envs {args.num_envs} and "
-            f"--n-step {args.n_step}; it must be at least {needed * args.num_envs}"
-        )
-    if getattr(args, "max_minutes", 0) and not args.checkpoint_minutes:
-        raise UserError("--max-minutes stops with a checkpoint, and --checkpoint-minutes 0 writes none; leave one out")
-    if args.capture_video:
-        check_video_possible()
-    if args.track:
-        check_wandb_possible()
-    if args.upload_model and not args.save_model:
-        raise UserError("--upload-model uploads what --save-model saves; give both")
+
+
+def fit_num_envs(args: Any) -> Any:
+    """``args`` with as many games, at most ``num_envs``, as its sizes have room for; says so if they are fewer.
+
+    For a number of games that nobody has asked for: a short test run has no room for the default.
+    """
+    for num_envs in (args.num_envs, 8, 4, 2, 1):
+        fitting = dataclasses.replace(args, num_envs=num_envs)
+        try:
+            check_sizes(fitting)
+        except (UserError, ZeroDivisionError):  # another flag is out of range: check_args will say so
+            continue
+        if num_envs != args.num_envs:
+            print(f"games at a time: {num_envs}, as the run is too small for {args.num_envs} (--num-envs chooses)")
+        return fitting
+    return args
+
+
+def require_packages(what: str, *modules: str) -> None:
+    """Imports ``modules``.
+
+    Raises:
+        UserError: one is missing; ``what`` needs it.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            install = " ".join(PIP_NAMES.get(name, name) for name in modules)
+            raise UserError(f"{what} needs {module} ({error}): pip install {install}") from error
 
 
 def available_host_memory() -> int:
@@ -127,35 +171,21 @@ def available_host_memory() -> int:
     return available
 
 
-def require_memory(needed: int, available: int, what: str, remedy: str) -> None:
-    """Compares a planned allocation with what is left.
-
-    Args:
-        needed: bytes that will be allocated.
-        available: bytes to be had, of the host or the device.
-        what: names the allocation.
-        remedy: names the flag to lower.
-
-    Raises:
-        UserError: it does not fit.
-    """
-    if needed > available:
-        raise UserError(f"{what} needs {needed / GB:.2f} GB and {available / GB:.2f} GB is available; {remedy}")
-
-
-def require_replay_memory(args: Any, num_bytes: Callable[[int], int], available: int) -> None:
-    """Compares the replays of a QDagger run with the memory there is: each for itself, they never exist at once.
+def check_memory(args: Any, bytes_per_step: int, available: int) -> None:
+    """Compares each replay of a run with the memory there is: the teacher's and the online one never exist at once.
 
     Args:
         args: the script's flags.
-        num_bytes: bytes that a replay of so many steps takes.
+        bytes_per_step: what a replay takes for each environment step.
         available: bytes to be had, of the host or the device.
 
     Raises:
-        UserError: one of them does not fit.
+        UserError: one of them does not fit; names the flag to lower.
     """
-    if args.offline_steps:
-        what = f"the teacher's replay of {args.teacher_steps:,} steps"
-        require_memory(num_bytes(args.teacher_steps), available, what, "lower --teacher-steps")
-    what = f"the online replay of {args.buffer_size:,} steps"
-    require_memory(num_bytes(args.buffer_size), available, what, "lower --buffer-size")
+    for name in ("teacher_steps", "buffer_size"):
+        steps = getattr(args, name, 0) if name == "buffer_size" or getattr(args, "offline_steps", 0) else 0
+        if steps * bytes_per_step > available:
+            raise UserError(
+                f"a replay of {steps:,} steps needs {steps * bytes_per_step / 1e9:.2f} GB and {available / 1e9:.2f} GB "
+                f"is available; lower {flag(name)}"
+            )

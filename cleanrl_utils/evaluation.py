@@ -7,7 +7,6 @@ import numpy as np
 from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs, emulate, make_wrapped_env
-from cleanrl_utils.errors import UserError
 
 QFunction = Callable[[np.ndarray], np.ndarray]
 """uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values"""
@@ -20,15 +19,6 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
     batch, num_actions = q_values.shape
     random = rng.integers(0, num_actions, batch)
     return np.where(rng.random(batch) < epsilon, random, q_values.argmax(axis=1))
-
-
-def pad_to_power_of_two(observation: np.ndarray) -> np.ndarray:
-    """``observation``, uint8 (B, 4, 84, 84), with as many black ones behind as make B a power of two.
-
-    Games end one by one: this keeps down how many batch sizes something is compiled for.
-    """
-    missing = (1 << (len(observation) - 1).bit_length()) - len(observation)
-    return np.pad(observation, [(0, missing), (0, 0), (0, 0), (0, 0)]) if missing else observation
 
 
 def play_games(
@@ -81,22 +71,6 @@ def play_games(
             scores.extend(wave)
             bar.set_postfix_str(f"mean return {np.mean(scores):.1f}")
     return np.array(scores, np.float64)
-
-
-def check_video_possible() -> None:
-    """Sees to it that :func:`play_wrapped_game` can write a video.
-
-    Raises:
-        UserError: a package that it takes is missing.
-    """
-    try:
-        import imageio_ffmpeg  # noqa: F401
-        import stable_baselines3  # noqa: F401
-    except ImportError as error:
-        raise UserError(
-            f"--capture-video needs stable-baselines3 and imageio with ffmpeg ({error}): "
-            "pip install stable-baselines3 imageio[ffmpeg]"
-        ) from error
 
 
 def play_wrapped_game(

@@ -1,11 +1,12 @@
-"""Uploads a trained model to the Hugging Face Hub, laid out so that ``find_teacher`` finds it there."""
+"""Models on the Hugging Face Hub: what went wrong with a download, in one line, and the upload of a trained one."""
 
 import dataclasses
 import functools
-import inspect
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,32 @@ from huggingface_hub import (
     EvalResult,
     HfApi,
     ModelCardData,
+    constants,
     get_session,
     get_token,
     is_offline_mode,
+    logging,
     set_client_factory,
 )
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from cleanrl_utils.errors import UserError
+from cleanrl_utils.checks import UserError
+from cleanrl_utils.tracking import script_of
+
+SUFFIX = ".cleanrl_model"
+TRAIN_ONE = (
+    "or train a teacher with `python cleanrl/dqn_atari.py --env-id … --save-model` and point "
+    "--teacher-policy-hf-repo at the directory that it is saved in"
+)
+LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 HOW_IT_WAS_RUN = ("resume", "checkpoint_minutes", "max_minutes")
 """Flags that make no difference to what is learned"""
@@ -47,6 +67,76 @@ def limit_waiting() -> None:
     # Large files go to the storage beside the hub, whose client tries six times, 300 s each. Sending counts there, and
     # is slow for some.
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")
+
+
+@contextmanager
+def download_errors(repo: str, filename: str) -> Iterator[None]:
+    """Turns whatever `hf_hub_download` raises, and a local directory without the file, into one line.
+
+    Raises:
+        UserError: says why ``filename`` of the directory or hub repository ``repo`` can't be had, and what to do.
+    """
+    limit_waiting()
+    logging.set_verbosity_error()  # the client's retries would take ten lines before ours
+    try:
+        place = Path(repo).expanduser()
+        if place.is_dir() and not (place / filename).is_file():
+            raise UserError(no_such_file(f"directory {place}", filename, [file.name for file in place.iterdir()]))
+        if place.is_file():
+            raise UserError(
+                f"--teacher-policy-hf-repo {repo} is a file; give its directory, {place.parent}, and "
+                f"--teacher-model-exp-name {place.name.removesuffix(SUFFIX)}"
+            )
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the client raises its own, its HTTP library's, OSError and ValueError
+        raise UserError(download_problem(repo, filename, error)) from error
+
+
+def no_such_file(place: str, filename: str, names: list[str]) -> str:
+    """What to say when ``place``, which holds the files ``names``, lacks ``filename``."""
+    stems = sorted(name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX))
+    if not stems:
+        return f"the {place} has no {filename}, nor any other {SUFFIX} file; give another, {TRAIN_ONE}"
+    return (
+        f"the {place} has no {filename}; it has {', '.join(stem + SUFFIX for stem in stems)}: "
+        f"give --teacher-model-exp-name {' or '.join(stems)}"
+    )
+
+
+def download_problem(repo: str, filename: str, error: Exception) -> str:
+    """What to say of an exception that `hf_hub_download` raised."""
+    # "Not in the cache" is what the client raises whenever a request failed; the request's own error is behind it.
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    reason = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
+    nowhere = f"there is no directory {repo}"
+    if isinstance(error, HFValidationError):
+        what = f"{nowhere}, nor is that a valid name of a hub repository (owner/name); check --teacher-policy-hf-repo"
+    elif isinstance(error, RemoteEntryNotFoundError | RevisionNotFoundError):
+        try:
+            names = HfApi().list_repo_files(repo)
+        except Exception:  # the list is only there to help
+            names = []
+        return no_such_file(f"hub repository {repo}", filename, names)
+    elif status == 401:  # for a repository that does not exist too, unless one is logged in
+        what = f"{nowhere}, and the hub repository of that name does not exist or is private (401, {reason}); "
+        what += f"check the name, {LOG_IN}"
+    elif isinstance(error, GatedRepoError) or status == 403:
+        what = f"the hub refuses access to the repository {repo} (403, {reason}); ask for access at "
+        what += f"{constants.ENDPOINT}/{repo} and {LOG_IN}"
+    elif isinstance(error, RepositoryNotFoundError):
+        what = f"there is neither a directory nor a hub repository {repo} (404); check the name or, if it is private, "
+        what += LOG_IN
+    elif isinstance(error, OfflineModeIsEnabled):
+        what = f"{nowhere}, HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE} has no {filename} of the hub "
+        what += f"repository {repo}; unset it"
+    else:
+        what = f"{nowhere}, and {filename} of the hub repository {repo} can't be downloaded from {constants.ENDPOINT} "
+        what += f"({reason}); check the connection and try again"
+    return f"{what}, {TRAIN_ONE}"
 
 
 def check_upload_possible(args: Any) -> None:
@@ -80,7 +170,7 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray
     """
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
     repo = f"{args.hf_entity}/{name}" if args.hf_entity else name  # the hub fills in the token's owner
-    filename = f"{args.exp_name}.cleanrl_model"
+    filename = f"{args.exp_name}{SUFFIX}"
     try:
         limit_waiting()
         api = HfApi()
@@ -135,7 +225,10 @@ def model_card(args: Any, repo: str, returns: np.ndarray) -> str:
             )
         ],
     )
-    jax = "_jax" if "_jax" in script_of(args).stem else ""
+    script, backend = script_of(args).name, "" if hasattr(args, "cuda") else "_jax"
+    qdagger = f"qdagger_dqn_atari{backend}_impalacnn.py"
+    student = script if hasattr(args, "teacher_policy_hf_repo") else qdagger  # a copy's network is in no other script
+    own = f" --script cleanrl/{script}" if student not in (qdagger, f"{args.exp_name}.py") else ""
     flags = "\n".join(f"{field.name}: {getattr(args, field.name)!r}" for field in dataclasses.fields(args))
     return f"""---
 {data.to_yaml()}
@@ -148,8 +241,8 @@ Mean return {score} over {len(returns)} games at epsilon {args.end_e} (whole gam
 Let it play, or teach a student with it:
 
 ```bash
-python -m cleanrl_utils.evals.dqn{jax}_eval --model {repo} --exp-name {args.exp_name} --env-id {args.env_id}
-python cleanrl/qdagger_dqn_atari{jax}_impalacnn.py --env-id {args.env_id} \\
+python -m cleanrl_utils.evals.dqn{backend}_eval --model {repo} --exp-name {args.exp_name} --env-id {args.env_id}{own}
+python cleanrl/{student} --env-id {args.env_id} \\
     --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name}
 ```
 
@@ -165,11 +258,6 @@ Train it again:
 {flags}
 ```
 """
-
-
-def script_of(args: Any) -> Path:
-    """The script that was run: the file that these flags' class is defined in."""
-    return Path(inspect.getfile(type(args)))
 
 
 def training_command(args: Any) -> str:

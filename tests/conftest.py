@@ -8,6 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+# Tests keep off a GPU that the machine happens to have, and so do the scripts that they run.
+if os.environ.get("QDAGGER_TEST_GPU") != "1":
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+
 # Runs of the same sizes need not compile again. JAX reads it when it is imported, here or in a script that a test runs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

@@ -4,11 +4,13 @@ What differs from the wrappers by design, and is aligned or bounded here:
 
 - A frame is the maximum of two grayscale frames, where the wrappers take the grayscale of the maximum of two colours.
 - Before a game's first frame the stack holds zeros; theirs repeats the first frame, and starts anew after a lost life.
-- A game starts with FIRE for one frame and then no-ops, 29 frames in all at most; theirs with 1 to 30 no-ops, then FIRE
-  for four frames and action 2 for four frames.
+- A game starts with 0 to 29 no-ops, and FIRE replaces its first action; theirs starts with 1 to 30 no-ops, then plays
+  FIRE and action 2 without showing them.
 - After a lost life FIRE replaces the next action; theirs plays a no-op, FIRE and action 2 without showing them.
 - Where the last life goes but the game plays on for a moment, the loss is reported; theirs waits for the game's end.
 - A game is cut off after 108,000 frames of play; theirs counts the no-ops too.
+- The final frame of a game that is cut off is the maximum of the last screen but one and the frame before; theirs, as
+  always, of the last two screens.
 """
 
 import functools
@@ -16,24 +18,21 @@ import os
 import shlex
 import subprocess
 import sys
-from contextlib import closing, suppress
+import time
+from contextlib import closing
 from pathlib import Path
 
 import cv2
-import dqn_atari
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
 from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 from stable_baselines3.common import atari_wrappers as sb3
 
 from cleanrl_utils import atari, evaluation
 from cleanrl_utils.atari import LIST_GAMES, WELL_KNOWN, AtariEnvs, Step, make_wrapped_env, parse_env_id
-from cleanrl_utils.errors import EmulatorFailure, UserError
-from cleanrl_utils.evaluation import epsilon_greedy
-from cleanrl_utils.rollout import HalvedAtariEnvs, thread_ids
+from cleanrl_utils.checks import EmulatorFailure, UserError
 
 NOOP, FIRE = 0, 1
 
@@ -60,6 +59,11 @@ def telling(monkeypatch: pytest.MonkeyPatch) -> None:
 # ==================== the wrappers as oracle ====================
 
 
+def pooled(screens: list[np.ndarray]) -> np.ndarray:
+    """Their maximum, uint8 (84, 84)."""
+    return cv2.resize(np.maximum.reduce(screens), (84, 84), interpolation=cv2.INTER_AREA)
+
+
 class GrayscaleMaximum(gym.Wrapper):
     """Beneath the frame skip, remembers the last two grayscale screens: what a frame is, by the design's definition."""
 
@@ -74,8 +78,8 @@ class GrayscaleMaximum(gym.Wrapper):
         return result
 
     def frame(self) -> np.ndarray:
-        """Maximum of the two, 84×84."""
-        return cv2.resize(np.maximum.reduce(self.screens), (84, 84), interpolation=cv2.INTER_AREA)
+        """What a step shows of these two."""
+        return pooled(self.screens)
 
 
 class WrappedGame:
@@ -87,13 +91,12 @@ class WrappedGame:
         self.raw = GrayscaleMaximum(env)
         self.env = sb3.WarpFrame(sb3.MaxAndSkipEnv(self.raw, 4))
         self.ale = env.unwrapped.ale
-        self.has_fire = "FIRE" in env.unwrapped.get_action_meanings()
 
-    def start(self, frames: int) -> np.ndarray:
-        """A new game, FIRE for a frame where there is one, no-ops up to ``frames``; the frame it then shows."""
+    def start(self, noops: int) -> np.ndarray:
+        """A new game and so many no-ops; the frame it then shows."""
         picture, _ = self.raw.reset()
-        for i in range(frames):
-            picture = self.raw.step(FIRE if self.has_fire and i == 0 else NOOP)[0]
+        for _ in range(noops):
+            picture = self.raw.step(NOOP)[0]
         self.lives = self.ale.lives()
         return self.env.observation(picture)[:, :, 0]
 
@@ -146,18 +149,21 @@ def test_same_game_as_in_the_wrappers(name: str, steps: int, games: int) -> None
     assert differences.max() < 64
 
 
+def set_noops(wrapped: gym.Env, noops: int) -> None:
+    """Lets the wrappers start every game with so many no-ops; they can't do with none."""
+    assert noops > 0
+    while not isinstance(wrapped, sb3.NoopResetEnv):
+        wrapped = wrapped.env
+    wrapped.override_num_noops = noops
+
+
 @pytest.mark.usefixtures("telling")
 def test_same_game_as_the_evaluation_wrappers() -> None:
     """Ms. Pac-Man has no FIRE: `make_wrapped_env` plays it frame for frame, but for a no-op after a lost life."""
     env_id, rng = "MsPacmanNoFrameskip-v4", np.random.default_rng(1)
     with closing(AtariEnvs(env_id, 1, seed=2)) as envs, closing(make_wrapped_env(env_id)) as wrapped:
         observation = envs.reset()
-        noops = int(envs._envs.info["episode_frame_number"][0])
-        assert noops > 0  # the wrapper can't do with none
-        layer = wrapped
-        while not isinstance(layer, sb3.NoopResetEnv):
-            layer = layer.env
-        layer.override_num_noops = noops
+        set_noops(wrapped, int(envs._envs.info["episode_frame_number"][0]))
         theirs, _ = wrapped.reset(seed=1)
         assert not observation[0, :3].any()
         for t in range(4):  # where ours is zero
@@ -184,12 +190,38 @@ def test_same_game_as_the_evaluation_wrappers() -> None:
         assert lives_lost == 2
 
 
+@pytest.mark.usefixtures("telling")
+def test_same_start_as_the_evaluation_wrappers() -> None:
+    """Breakout: FIRE in place of the first action, then action 2, is what the wrappers play before they show a game."""
+    env_id, rng = "BreakoutNoFrameskip-v4", np.random.default_rng(1)
+    with closing(AtariEnvs(env_id, 1, seed=2)) as envs, closing(make_wrapped_env(env_id)) as wrapped:
+        envs.reset()
+        set_noops(wrapped, int(envs._envs.info["episode_frame_number"][0]))
+        theirs, _ = wrapped.reset(seed=1)
+        assert envs.send(np.array([NOOP])) == FIRE
+        envs.recv()
+        step = envs.step(np.array([2]))
+        moving = 0
+        for t in range(100):
+            np.testing.assert_array_equal(theirs[-1], step.observation[0, -1], f"step {t}")
+            moving += (step.observation[0, -1] != step.observation[0, -2]).any()
+            action = int(rng.integers(envs.num_actions))
+            theirs, reward, terminated, *_ = wrapped.step(action)
+            assert envs.send(np.array([action])) == action
+            step = envs.recv()
+            assert (reward, terminated) == (step.reward[0], step.terminated[0]), f"step {t}"
+            if terminated:
+                break
+        assert terminated
+        assert moving > t / 2  # a ball was served
+
+
 # ==================== games: starts, ends, lives, seeds ====================
 
 
 @pytest.mark.usefixtures("telling")
 def test_games_start_at_different_frames() -> None:
-    """No-ops make games start anywhere from frame 0 to 29, and never later; FIRE is one of those frames."""
+    """No-ops make games start anywhere from frame 0 to 29, and never later."""
     with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8, seed=1)) as envs:
         observation = envs.reset()
         frames = envs._envs.info["episode_frame_number"]
@@ -197,7 +229,7 @@ def test_games_start_at_different_frames() -> None:
     assert observation.dtype == np.uint8
     assert not observation[:, :3].any()
     assert len(np.unique(frames)) >= 5
-    assert 1 <= frames.min() < frames.max() < atari.NOOP_MAX
+    assert 0 <= frames.min() < frames.max() < atari.NOOP_MAX
 
 
 @pytest.mark.usefixtures("telling")
@@ -226,21 +258,37 @@ def test_scores_lengths_and_resets_add_up(name: str, games: int) -> None:
     assert ended >= games
 
 
-def test_fire_is_pressed_after_a_lost_life() -> None:
-    """An agent that never does a thing loses all lives in Breakout, as FIRE takes its action's place after each."""
+def test_fire_is_pressed_at_starts_and_after_a_lost_life() -> None:
+    """An agent that never does a thing loses all lives in Breakout, as FIRE takes its action's place for each."""
     with closing(AtariEnvs("BreakoutNoFrameskip-v4", 2, seed=1)) as envs:
-        envs.reset()
-        lost, games, fired = np.zeros(2, bool), 0, 0
-        for _ in range(180):
-            action = envs.send(np.full(2, NOOP))
-            assert action.dtype == np.int64
-            np.testing.assert_array_equal(action, np.where(lost, FIRE, NOOP))
-            fired += (action == FIRE).sum()
-            step = envs.recv()
-            lost = step.terminated
-            games += len(step.games)
-    assert games >= 2
-    assert fired >= 10
+        for _ in range(2):  # the second time amid games
+            envs.reset()
+            due, games, fired = np.ones(2, bool), 0, 0
+            for _ in range(180):
+                action = envs.send(np.full(2, NOOP))
+                assert action.dtype == np.int64
+                np.testing.assert_array_equal(action, np.where(due, FIRE, NOOP))
+                fired += (action == FIRE).sum()
+                step = envs.recv()
+                due = step.terminated | step.reset
+                games += len(step.games)
+            assert games >= 2
+            assert fired >= 10
+
+
+def test_games_are_served_with_sticky_actions() -> None:
+    """Four frames of FIRE are rarely all swallowed by a repeated no-op: the ball falls past who does nothing."""
+    served = 0
+    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 16, seed=1, repeat_action_probability=0.25)) as envs:
+        for seed in range(4):
+            envs.reset(seed)
+            lost = np.zeros(16, bool)
+            for _ in range(100):
+                lost |= envs.step(np.full(16, NOOP)).terminated
+                if lost.all():
+                    break
+            served += lost.sum()
+    assert served >= 60  # of 64
 
 
 def test_no_fire_where_there_is_none() -> None:
@@ -256,10 +304,10 @@ def test_no_fire_where_there_is_none() -> None:
     assert lost > 0
 
 
-def trajectory(env_id: str, num_envs: int, seed: int, sticky: float | None = None, threads: int = 1) -> np.ndarray:
+def trajectory(env_id: str, num_envs: int, seed: int, sticky: float | None = None) -> np.ndarray:
     """All frames under fixed actions, the same in all copies, uint8 (51, num_envs, 84, 84)."""
     rng = np.random.default_rng(0)
-    with closing(AtariEnvs(env_id, num_envs, seed, sticky, num_threads=threads)) as envs:
+    with closing(AtariEnvs(env_id, num_envs, seed, sticky)) as envs:
         frames = [envs.reset()[:, -1].copy()]
         for _ in range(50):
             action = np.full(num_envs, rng.integers(envs.num_actions))
@@ -267,10 +315,12 @@ def trajectory(env_id: str, num_envs: int, seed: int, sticky: float | None = Non
     return np.array(frames)
 
 
-def test_trajectories_follow_from_the_seed() -> None:
+def test_trajectories_follow_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Same seed, same games, whatever the threads do; another seed or another copy plays another game."""
+    monkeypatch.setattr(atari, "available_cores", lambda: 1)
     first = trajectory("ALE/Breakout-v5", 3, 1)
-    np.testing.assert_array_equal(first, trajectory("ALE/Breakout-v5", 3, 1, threads=3))
+    monkeypatch.setattr(atari, "available_cores", lambda: 3)
+    np.testing.assert_array_equal(first, trajectory("ALE/Breakout-v5", 3, 1))
     other = trajectory("ALE/Breakout-v5", 3, 2)
     copies = [*first.swapaxes(0, 1), *other.swapaxes(0, 1)]
     assert all(not np.array_equal(copies[i], copies[j]) for i in range(6) for j in range(i))
@@ -291,40 +341,100 @@ def test_truncation_is_no_termination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
     with closing(AtariEnvs("PongNoFrameskip-v4", 2, seed=1)) as envs:
         envs.reset()
-        steps = [envs.step(np.zeros(2, np.int64)) for _ in range(110)]
-    for t, step in enumerate(steps):
-        assert not step.terminated.any()
-        assert step.truncated.tolist() == [t % 51 == 49] * 2, f"step {t}"
-        assert step.reset.tolist() == [t % 51 == 50] * 2, f"step {t}"
-        assert [length for _, length in step.games] == ([50, 50] if t % 51 == 50 else [])
-        assert step.observation[0, :3].any() == (t % 51 != 50)
-
-
-def test_replay_gives_back_what_the_emulator_showed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three environments into a small ring: each observation and bootstrap observation comes back byte for byte."""
-    monkeypatch.setattr(atari, "MAX_FRAMES", 400)  # so that games are cut off, too
-    num_envs, length, rng = 3, 130, np.random.default_rng(0)
-    args = dqn_atari.Args(buffer_size=num_envs * length, num_envs=num_envs, n_step=1)
-    replay = dqn_atari.Replay(args, torch.device("cpu"))
-    shown, actions, steps = [], [], []
-    with closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=7)) as envs:
-        observation = envs.reset()
-        for _ in range(300):
-            action = envs.send(rng.integers(0, envs.num_actions, num_envs))
+        for t in range(110):
+            assert envs.send(np.full(2, NOOP)).tolist() == [FIRE if t % 51 == 0 else NOOP] * 2, f"step {t}"
             step = envs.recv()
-            replay.add(observation, action, step)
-            shown.append(observation.copy()), actions.append(action.copy()), steps.append(step)
+            assert not step.terminated.any()
+            assert step.truncated.tolist() == [t % 51 == 49] * 2, f"step {t}"
+            assert step.reset.tolist() == [t % 51 == 50] * 2, f"step {t}"
+            assert [length for _, length in step.games] == ([50, 50] if t % 51 == 50 else [])
+            assert step.observation[0, :3].any() == (t % 51 != 50)
+
+
+@pytest.mark.usefixtures("telling")
+@pytest.mark.parametrize("name", ["Pong", "Breakout", "SpaceInvaders"])
+def test_final_frame_of_a_truncated_game(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a few pixels off: ale-py breaks off before it has the last screen, and pools what it had before instead.
+
+    A transition bootstraps from it. Whether ale-py should one day pool the real screens, this test tells.
+    """
+    monkeypatch.setattr(atari, "MAX_FRAMES", 200)
+    env_id = f"{name}NoFrameskip-v4"
+    wrapped, rng = WrappedGame(env_id), np.random.default_rng(0)
+    with closing(AtariEnvs(env_id, 1, seed=3)) as envs:
+        observation = envs.reset()
+        wrapped.start(int(envs._envs.info["episode_frame_number"][0]))
+        for t in range(50):
+            screens_before, stack_before = wrapped.raw.screens, observation[0]
+            action = envs.send(rng.integers(0, envs.num_actions, 1))
+            step = envs.recv()
             observation = step.observation
-    rows = [(t, env) for t in range(300 - length + 3, 299) for env in range(num_envs) if not steps[t].reset[env]]
-    assert len(rows) < num_envs * (length - 4)  # final frames were among them
-    assert any(steps[t].truncated[env] for t, env in rows)
-    batch = replay.batch(*torch.tensor(rows).T)
-    for i, (t, env) in enumerate(rows):
-        np.testing.assert_array_equal(batch.observation[i].numpy(), shown[t][env], f"row {t}, env {env}")
-        np.testing.assert_array_equal(batch.bootstrap_observation[i].numpy(), shown[t + 1][env], f"row {t}, env {env}")
-        assert batch.action[i] == actions[t][env]
-        assert batch.n_step_return[i] == np.clip(steps[t].reward[env], -1, 1)
-        assert batch.bootstrap_discount[i] == (0 if steps[t].terminated[env] else np.float32(0.99))
+            wrapped.step(int(action[0]))
+            assert step.truncated[0] == (t == 49)
+            assert (observation[0, -1] == wrapped.raw.frame()).all() == (t < 49), f"step {t}"
+    np.testing.assert_array_equal(observation[0, -1], pooled([*screens_before, wrapped.raw.screens[0]]))
+    assert (observation[0, -1] != wrapped.raw.frame()).sum() < 50
+    np.testing.assert_array_equal(observation[0, :3], stack_before[1:])
+
+
+# ==================== the emulators themselves ====================
+
+
+def test_reset_amid_a_step() -> None:
+    """What was sent is forgotten: the games are those of envs that were never used, with the seed given."""
+    rng = np.random.default_rng(0)
+    with (
+        closing(AtariEnvs("BreakoutNoFrameskip-v4", 3, seed=5)) as used,
+        closing(AtariEnvs("BreakoutNoFrameskip-v4", 3, seed=6)) as new,
+    ):
+        used.reset()
+        for _ in range(7):
+            used.step(rng.integers(0, 4, 3))
+        used.send(rng.integers(0, 4, 3))
+        np.testing.assert_array_equal(used.reset(seed=6), new.reset())
+        games = 0
+        for t in range(300):
+            action = rng.integers(0, 4, 3)
+            ours, theirs = used.step(action), new.step(action)
+            for one, other in zip(ours[:-1], theirs[:-1], strict=True):
+                np.testing.assert_array_equal(one, other, f"step {t}")
+            assert ours.games == theirs.games
+            games += len(ours.games)
+        assert games > 0
+
+
+@pytest.mark.parametrize("function", ["send", "recv", "reset"])
+def test_what_the_emulator_raises(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the caller as one line, and in a step whoever asked for it first."""
+    failures: list[EmulatorFailure] = []
+    with closing(AtariEnvs("PongNoFrameskip-v4", 2, seed=1)) as envs:
+        envs.on_failure = failures.append
+        envs.reset()
+        monkeypatch.setattr(envs._envs, function, lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(EmulatorFailure, match=r"^the emulator failed \(division by zero\)$") as raised:
+            envs.reset() if function == "reset" else envs.step(np.zeros(2, np.int64))
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert failures == ([] if function == "reset" else [raised.value])
+
+
+def threads() -> set[str]:
+    """The threads of this process."""
+    return set(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="this system does not list threads")
+def test_close_ends_the_threads() -> None:
+    """Also while someone still holds what is closed."""
+    before = threads()
+    envs = AtariEnvs("PongNoFrameskip-v4", 2, seed=1)
+    started = threads() - before
+    assert started
+    envs.close()
+    for _ in range(100):  # one that has ended may be listed for a moment more
+        if not started & threads():
+            break
+        time.sleep(0.1)
+    assert not started & threads()
 
 
 # ==================== environment ids ====================
@@ -524,31 +634,6 @@ def test_same_seed_same_scores() -> None:
     assert (first != play(2)).any()
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_epsilon_greedy(epsilon: float) -> None:
-    """The best action, or with probability ε any, the best one among them."""
-    draws, rng = 40_000, np.random.default_rng(0)
-    best = rng.integers(0, 5, draws)
-    actions = evaluation.epsilon_greedy(np.eye(5, dtype=np.float32)[best], epsilon, rng)
-    assert actions.dtype == np.int64
-    assert actions.shape == (draws,)
-    # Rows: the best action; columns: the action taken.
-    share = np.bincount(5 * best + actions, minlength=25).reshape(5, 5) / np.bincount(best)[:, None]
-    expected = np.full((5, 5), epsilon / 5) + (1 - epsilon) * np.eye(5)
-    assert np.abs(share - expected).max() <= 5 * np.sqrt(0.25 * 5 / draws) * (epsilon > 0)
-
-
-def test_epsilon_greedy_chances_are_independent() -> None:
-    """Whether to explore is decided per game, not per batch."""
-    rng = np.random.default_rng(0)
-    q_values = np.tile(np.float32([0, 1, 0, 0]), (16, 1))
-    greedy = np.array([(evaluation.epsilon_greedy(q_values, 0.5, rng) == 1).sum() for _ in range(200)])
-    assert greedy.min() > 0
-    assert greedy.max() <= 16
-    assert np.abs(greedy.mean() - 16 * 0.625) < 1
-    assert 1 < greedy.std() < 3
-
-
 def random_player(seed: int, num_actions: int = 4) -> evaluation.QFunction:
     """Q-values at random, counted in ``calls``."""
     rng = np.random.default_rng(seed)
@@ -614,85 +699,3 @@ def test_wrapped_game_is_one_game(cap: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     evaluation.play_wrapped_game(stand_still, "BreakoutNoFrameskip-v4", 0.0, seed=1)
     assert steps * 4 <= cap
-
-
-# ==================== two halves in turns ====================
-
-
-def seen(observation: np.ndarray) -> np.ndarray:
-    """Q-values that depend on what is seen and on nothing else, float32 (N, 4)."""
-    return np.stack([observation[:, -1, i::7].sum((1, 2)) % 97 for i in range(4)], axis=1).astype(np.float32)
-
-
-@pytest.mark.parametrize(("num_envs", "overlap"), [(1, True), (2, True), (5, True), (5, False)])
-def test_halves_play_as_the_whole(num_envs: int, overlap: bool) -> None:
-    """Same observations, actions, rewards, lost lives and ends of games as without halves, step for step.
-
-    Breakout, where games end soon. The first steps are played twice, the second time after a reset in mid-air.
-    """
-    rng, games = np.random.default_rng(0), 0
-    with (
-        closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5, num_threads=1)) as whole,
-        closing(HalvedAtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=5, overlap=overlap)) as halves,
-    ):
-        for steps in (7, 400):
-            observation = whole.reset()
-            np.testing.assert_array_equal(halves.reset(), observation)
-            rollout = halves.rollout(seen, lambda: 0.0, rng)
-            for t in range(steps):
-                played = next(rollout)
-                np.testing.assert_array_equal(played.observation, observation)
-                np.testing.assert_array_equal(played.q_values, seen(observation))
-                np.testing.assert_array_equal(played.action, whole.send(epsilon_greedy(seen(observation), 0.0, rng)))
-                step = whole.recv()
-                for ours, theirs in zip(played.step[:-1], step[:-1], strict=True):
-                    np.testing.assert_array_equal(ours, theirs, f"step {t}")
-                assert played.step.games == step.games
-                np.testing.assert_array_equal(halves.observation, step.observation)
-                np.testing.assert_array_equal(halves.just_reset, step.reset)
-                observation, games = step.observation, games + len(step.games)
-        again = whole.reset(seed=6)
-        np.testing.assert_array_equal(halves.reset(seed=6), again)
-        assert not halves.just_reset.any()
-    assert games >= num_envs
-
-
-def test_a_failing_half_is_reported() -> None:
-    """The failure of either half's emulator reaches whoever asked for it, and the caller."""
-    for index in (0, 1):
-        failures: list[Exception] = []
-        with closing(HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1)) as halves:
-            halves.on_failure = failures.append
-            halves.reset()
-            rollout = halves.rollout(seen, lambda: 0.0, np.random.default_rng(0))
-            next(rollout)
-            halves._halves[index]._envs.recv = lambda: 1 / 0
-            with pytest.raises(EmulatorFailure) as raised:
-                next(rollout)
-        assert failures == [raised.value]
-
-
-@pytest.mark.skipif(not thread_ids(), reason="this system gives threads no priorities of their own")
-def test_the_emulators_of_halves_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their threads, and no others, have a lower priority, or the lowest that there is; unless they take turns."""
-
-    def niceness() -> dict[int, int]:
-        found = {}
-        for thread in thread_ids():
-            with suppress(ProcessLookupError):
-                found[thread] = os.getpriority(os.PRIO_PROCESS, thread)
-        return found
-
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    for process_is, overlap, expected in ((own, False, own), (own, True, min(own + 5, 19)), (17, True, 19)):
-        before = niceness()
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpriority", lambda which, who, answer=process_is: answer)
-            halves = HalvedAtariEnvs("PongNoFrameskip-v4", 2, seed=1, overlap=overlap)
-        after = niceness()
-        halves.close()
-        # Not all that were there need be there still: an earlier test's emulators end when they are garbage-collected.
-        assert {thread: nice for thread, nice in after.items() if thread in before}.items() <= before.items()
-        added = [nice for thread, nice in after.items() if thread not in before]
-        assert len(added) >= (2 if overlap else 1)  # on one core, one thread for both copies
-        assert set(added) == {expected}

@@ -1,6 +1,7 @@
 """Checkpoints and resuming: files that survive anything, and runs that go on as if nothing had happened."""
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -8,14 +9,16 @@ import resource
 import signal
 import subprocess
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import dqn_atari
 import dqn_atari_jax
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,153 +32,193 @@ from ale_py.vector_env import AtariVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_cli import GAME, TIMED_TAGS, Scalars, only, read_scalars, run_script, tiny, twin, write_teacher
-from test_replay import Game, JaxQDaggerReplay, Play, TorchQDaggerReplay, frame, scripts
+from tqdm import tqdm
 
-from cleanrl_utils import checkpoint, runs
-from cleanrl_utils import resume as resuming
-from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, RandomState, pack, read_file, unpack, write_file
-from cleanrl_utils.errors import EmulatorFailure, TrainingFailure, UserError, one_line_errors
+from cleanrl_utils import checkpoint, tracking
+from cleanrl_utils import run as running
+from cleanrl_utils.atari import Step
+from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, NotFinite, as_array, dump, load
+from cleanrl_utils.checks import EmulatorFailure, TrainingFailure, UserError, one_line_errors
 from cleanrl_utils.evaluation import play_games, play_wrapped_game
-from cleanrl_utils.jax_checkpoint import ReplayState as JaxReplayState
-from cleanrl_utils.jax_checkpoint import TreeState
-from cleanrl_utils.resume import Run, parse_args
-from cleanrl_utils.runs import EventWriter
-from cleanrl_utils.torch_checkpoint import GlobalRandomState, ModuleState, OptimizerState, ReplayState
-from cleanrl_utils.torch_speed import WorkingCopy
+from cleanrl_utils.run import Run, parse_args
+from cleanrl_utils.tracking import EventWriter
 
 REPO = Path(__file__).parent.parent
 
 # ==================== files ====================
 
 
-class ArrayReplay:
-    """The least that a store needs of a replay: rows of two environments that say which they are."""
+class Ring(NamedTuple):
+    """The least that a store needs of a ring."""
+
+    frame: torch.Tensor
+    reward: torch.Tensor
+
+
+class CountingReplay:
+    """Steps of two environments that say which they are."""
 
     def __init__(self, length: int):
-        self.length, self.rows_written = length, 0
-        self.arrays = {"frame": np.zeros((length, 2, 3), np.uint8), "reward": np.zeros((length, 2), np.float32)}
+        self.length, self.steps_added, self.age = length, 0, np.zeros(2, np.int32)
+        self.ring = Ring(torch.zeros(length, 2, 3, dtype=torch.uint8), torch.zeros(length, 2))
 
-    def add(self, rows: int) -> None:
-        for row in range(self.rows_written, self.rows_written + rows):
-            self.arrays["frame"][row % self.length] = [[row % 251, row // 251, 7], [row % 241, 9, 9]]
-            self.arrays["reward"][row % self.length] = [row, -row]
-        self.rows_written += rows
-
-    def read(self, low: int, high: int) -> dict[str, np.ndarray]:
-        return {name: array[low:high] for name, array in self.arrays.items()}
-
-    def write(self, low: int, rows: dict[str, np.ndarray]) -> None:
-        for name, array in rows.items():
-            self.arrays[name][low : low + len(array)] = array
-
-    def save(self) -> dict[str, int]:
-        return {"rows_written": self.rows_written}
-
-    def load(self, state: dict[str, int]) -> None:
-        self.rows_written = state["rows_written"]
+    def add(self, steps: int) -> None:
+        for step in range(self.steps_added, self.steps_added + steps):
+            self.ring.frame[step % self.length] = torch.tensor([[step % 251, step // 251, 7], [step % 241, 9, 9]])
+            self.ring.reward[step % self.length] = torch.tensor([step, -step])
+        self.steps_added += steps
+        self.age += steps
 
 
-def state_of(number: int) -> dict[str, Any]:
-    """A state that says which one it is."""
-    return {"number": number, "weights": np.full(5, number, np.float32), "nested": [{"x": np.array(number)}, None, 0.1]}
+def state_and_parts(number: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What a checkpoint has beside its replay, and what tells which one it is."""
+    return {"number": number, "nested": [{"x": 1e-300}, None, "ä"]}, {"weights": bytes([number, 0, 255]), "empty": b""}
 
 
-def assert_checkpoint(directory: Path, number: int, length: int, rows: int) -> None:
-    """The directory's newest whole checkpoint is that of ``number``, with the last ``length`` of ``rows`` rows."""
-    store, replay, expected = CheckpointStore(directory), ArrayReplay(length), ArrayReplay(length)
-    state = store.load()
-    assert state["number"] == number
-    np.testing.assert_array_equal(state["weights"], np.full(5, number, np.float32))
-    assert state["nested"][0]["x"].shape == ()
+def assert_checkpoint(directory: Path, number: int, length: int, steps: int) -> None:
+    """The directory's newest whole checkpoint is that of ``number``, with the last ``length`` of ``steps`` steps."""
+    store, replay, expected = CheckpointStore(directory), CountingReplay(length), CountingReplay(length)
+    assert store.load() == state_and_parts(number)
     store.load_replay(replay, "replay")
-    expected.add(rows)
-    assert replay.rows_written == rows
-    for name, array in expected.arrays.items():
-        np.testing.assert_array_equal(replay.arrays[name], array)
+    expected.add(steps)
+    assert replay.steps_added == steps
+    np.testing.assert_array_equal(replay.age, expected.age)
+    for array, other in zip(replay.ring, expected.ring, strict=True):
+        assert torch.equal(array, other)
+
+
+def reopen(directory: Path, length: int) -> tuple[CheckpointStore, CountingReplay]:
+    """A store and a replay that go on from what is in the directory."""
+    store, replay = CheckpointStore(directory), CountingReplay(length)
+    store.load()
+    store.load_replay(replay, "replay")
+    return store, replay
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     length=st.integers(1, 30),
     added=st.lists(st.integers(0, 70), min_size=1, max_size=8),
-    reopen=st.lists(st.booleans(), min_size=8, max_size=8),
+    reopened=st.lists(st.booleans(), min_size=8, max_size=8),
     segment_bytes=st.sampled_from([40, 100, 10**6]),
 )
 def test_replay_round_trip(
-    length: int, added: list[int], reopen: list[bool], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
+    length: int, added: list[int], reopened: list[bool], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """However many rows come between two checkpoints, and whoever goes on from them: all rows come back."""
+    """However many steps come between two checkpoints, and whoever goes on from them: all steps come back."""
     directory = tmp_path_factory.mktemp("run") / "checkpoint"
-    store, replay = CheckpointStore(directory), ArrayReplay(length)
+    store, replay = CheckpointStore(directory), CountingReplay(length)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "SEGMENT_BYTES", segment_bytes)
-        for number, rows in enumerate(added):
-            replay.add(rows)
-            store.save(state_of(number), replay, "replay")
-            assert_checkpoint(directory, number, length, replay.rows_written)
-            if reopen[number]:
-                store, replay = CheckpointStore(directory), ArrayReplay(length)
-                store.load()
-                store.load_replay(replay, "replay")
-    # Nothing is left of what no checkpoint needs: of a ring's rows at most two checkpoints' worth, and their segments.
+        for number, steps in enumerate(added):
+            replay.add(steps)
+            store.save(*state_and_parts(number), replay, "replay")
+            assert_checkpoint(directory, number, length, replay.steps_added)
+            if reopened[number]:
+                store, replay = reopen(directory, length)
+    # Nothing is left of what no checkpoint needs: of a ring's steps at most two checkpoints' worth, and their segments.
     assert len(list(directory.glob("*.state"))) == min(len(added), 2)
     assert not list(directory.glob("*.tmp"))
 
 
-def test_only_new_rows_are_written(tmp_path: Path) -> None:
-    """Each row is written once; a replay that was dropped, and rows that were overwritten, leave the disk."""
-    store, replay = CheckpointStore(tmp_path / "checkpoint"), ArrayReplay(10)
-    files = lambda: {path.name for path in (tmp_path / "checkpoint").glob("*.rows")}  # noqa: E731
+def test_only_new_steps_are_written(tmp_path: Path) -> None:
+    """Each step is written once; a replay that was dropped, and steps that were overwritten, leave the disk."""
+    directory = tmp_path / "checkpoint"
+    store, replay = CheckpointStore(directory), CountingReplay(10)
+    present: set[str] = set()
+
+    def save(number: int, *replay: Any) -> tuple[set[str], set[str]]:
+        """The segments that a checkpoint adds to the disk, and takes from there; their names without the last part."""
+        nonlocal present
+        store.save(*state_and_parts(number), *replay)
+        before, present = present, {path.name for path in directory.glob("*.replay")}
+        added, gone = ({name.rpartition("-")[0] for name in names} for names in (present - before, before - present))
+        return added, gone
+
     for number, expected in enumerate(
         [
-            {"replay-0-4.rows"},
-            {"replay-0-4.rows", "replay-4-8.rows"},
-            {"replay-0-4.rows", "replay-4-8.rows", "replay-8-10.rows", "replay-10-12.rows"},
-            {f"replay-{low}.rows" for low in ("0-4", "4-8", "8-10", "10-12", "12-16")},
-            {f"replay-{low}.rows" for low in ("4-8", "8-10", "10-12", "12-16", "16-20")},
+            ({"replay-0-4"}, set()),
+            ({"replay-4-8"}, set()),
+            ({"replay-8-10", "replay-10-12"}, set()),
+            ({"replay-12-16"}, set()),  # step 4 of the second is still in the ring
+            ({"replay-16-20"}, {"replay-0-4"}),
         ]
     ):
         replay.add(4)
-        store.save(state_of(number), replay, "replay")
-        assert files() == expected, number
-    other = ArrayReplay(10)
+        assert save(number, replay, "replay") == expected, number
+    store, replay = reopen(directory, 10)
+    replay.add(1)  # who goes on may change the newest step: its segment is written again
+    assert save(5, replay, "replay") == ({"replay-16-20", "replay-20-21"}, {"replay-4-8", "replay-8-10"})
+    other = CountingReplay(10)
     other.add(3)
-    store.save(state_of(5), other, "other")
-    assert "other-0-3.rows" in files()
-    store.save(state_of(6))
-    store.save(state_of(7))
-    assert files() == set()
+    assert save(6, other, "other")[0] == {"other-0-3"}
+    save(7)
+    save(8)
+    assert not present
     store.forget()
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["000008.state"]
+    assert [path.name for path in directory.iterdir()] == ["000009.state"]
 
 
 def make_two(directory: Path) -> None:
-    """Two checkpoints, number 1 with 3 rows and number 2 with 5."""
-    store, replay = CheckpointStore(directory), ArrayReplay(10)
-    for number, rows in ((1, 3), (2, 2)):
-        replay.add(rows)
-        store.save(state_of(number), replay, "replay")
+    """Two checkpoints, number 1 with 3 steps and number 2 with 5."""
+    store, replay = CheckpointStore(directory), CountingReplay(10)
+    for number, steps in ((1, 3), (2, 2)):
+        replay.add(steps)
+        store.save(*state_and_parts(number), replay, "replay")
 
 
-@pytest.mark.parametrize("name", ["000002.state", "replay-3-5.rows"])
-def test_any_damage_is_noticed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A bit flipped in any byte, an end cut off anywhere, something appended: it says so and takes the one before."""
+def newest_segment(directory: Path) -> Path:
+    """The segment of the steps that only the second checkpoint of :func:`make_two` has."""
+    return only(directory.glob("replay-3-5-*.replay"))
+
+
+@pytest.mark.parametrize("find", [lambda directory: directory / "000002.state", newest_segment])
+def test_any_damage_is_noticed(find: Callable[[Path], Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A bit flipped in any byte, an end cut off anywhere: it says so and takes the checkpoint before.
+
+    Or it does no harm: nothing in a zip file guards its dates, for one, and nothing reads them.
+    """
     directory = tmp_path / "checkpoint"
     make_two(directory)
-    path = directory / name
+    path = find(directory)
     good = path.read_bytes()
-    damaged = [good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1 :] for i in range(len(good))]
-    damaged += [good[:i] for i in range(len(good))] + [good + b"\0", bytes(len(good)), good + good]
-    for data in damaged:
+
+    def is_noticed(data: bytes) -> bool:
         path.write_bytes(data)
-        assert CheckpointStore(directory).load()["number"] == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        state, _ = CheckpointStore(directory).load()
+        errors = capsys.readouterr().err.splitlines()
+        if state["number"] == 2:
+            assert not errors
+            assert_checkpoint(directory, 2, 10, 5)
+            return False
+        (line,) = errors
         assert line.startswith("WARNING: ")
-        assert name in line
+        assert path.name in line
+        return True
+
+    assert all(is_noticed(data) for data in [*(good[:i] for i in range(len(good))), bytes(len(good))])
+    noticed = [is_noticed(good[:i] + bytes([good[i] ^ 1 << i % 8]) + good[i + 1 :]) for i in range(len(good))]
+    with zipfile.ZipFile(io.BytesIO(good)) as file:
+        contents = [file.read(name) for name in file.namelist()]
+    for content in contents:
+        assert all(noticed[good.index(content) :][: len(content)])
     path.unlink()
     assert_checkpoint(directory, 1, 10, 3)
     path.write_bytes(good)
     assert_checkpoint(directory, 2, 10, 5)
+
+
+def test_damage_after_the_check(tmp_path: Path) -> None:
+    """A segment that changes between two reads is still no wrong replay."""
+    make_two(tmp_path / "checkpoint")
+    store, replay = CheckpointStore(tmp_path / "checkpoint"), CountingReplay(10)
+    store.load()
+    segment = newest_segment(tmp_path / "checkpoint")
+    data = bytearray(segment.read_bytes())
+    data[data.index(b"\x93NUMPY") + 130] ^= 1  # in the first array's numbers
+    segment.write_bytes(data)
+    with pytest.raises(DamagedFile, match=segment.name):
+        store.load_replay(replay, "replay")
 
 
 def test_going_on_after_damage(tmp_path: Path) -> None:
@@ -183,51 +226,65 @@ def test_going_on_after_damage(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     make_two(directory)
     (directory / "000002.state").write_bytes(b"")
-    store, replay = CheckpointStore(directory), ArrayReplay(10)
-    store.load()
-    store.load_replay(replay, "replay")
+    store, replay = reopen(directory, 10)
     replay.add(2)
-    store.save(state_of(3), replay, "replay")
+    store.save(*state_and_parts(3), replay, "replay")
     assert_checkpoint(directory, 3, 10, 5)
     (directory / "000002.state").write_bytes(b"")
     assert_checkpoint(directory, 1, 10, 3)
 
 
 def test_a_segment_of_another_future(tmp_path: Path) -> None:
-    """A whole segment that took the place of a damaged one does not make the checkpoint it belonged to whole again."""
+    """A segment that no checkpoint refers to, of the same steps as the run makes again, is never taken for theirs."""
     directory = tmp_path / "checkpoint"
     make_two(directory)
-    rows = {"frame": np.ones((2, 2, 3), np.uint8), "reward": np.ones((2, 2), np.float32)}
-    write_file(directory / "replay-3-5.rows", list(rows), list(rows.values()))
+    (directory / "000002.state").unlink()  # a kill came between the segment and its state
+    lost = newest_segment(directory)
     assert_checkpoint(directory, 1, 10, 3)
+    store, replay = reopen(directory, 10)
+    replay.add(2)
+    for array in replay.ring:
+        array[3:5] += 1
+    store.save(*state_and_parts(3), replay, "replay")
+    assert not lost.exists()
+    _, again = reopen(directory, 10)
+    assert again.steps_added == 5
+    assert all(torch.equal(array, other) for array, other in zip(again.ring, replay.ring, strict=True))
 
 
 def test_nothing_whole(tmp_path: Path) -> None:
     """Both damaged, none at all: one line each, and what to do."""
     make_two(tmp_path / "checkpoint")
-    (tmp_path / "checkpoint" / "replay-0-3.rows").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"replay-0-3\.rows.*anew"):
+    segment = only((tmp_path / "checkpoint").glob("replay-0-3-*.replay"))
+    segment.write_bytes(b"x")
+    with pytest.raises(UserError, match=rf"{segment.name}.*anew"):
         CheckpointStore(tmp_path / "checkpoint").load()
     with pytest.raises(UserError, match="no checkpoint"):
         CheckpointStore(tmp_path / "nothing").load()
 
 
 def test_no_code_is_run(tmp_path: Path) -> None:
-    """A pickle in a file whose checksum is right is refused."""
+    """Pickles in files whose checksums are right are refused, wherever they are."""
 
     class Touch:
         def __reduce__(self) -> tuple:
             return os.mkdir, (str(tmp_path / "trap"),)
 
-    path = tmp_path / "000001.state"
-    np.save(path.open("wb"), np.array([Touch()], object), allow_pickle=True)
-    for data in (path.read_bytes(), pickle.dumps(Touch())):
-        path.write_bytes(data + zlib.crc32(data).to_bytes(4, "little"))
-        with pytest.raises(DamagedFile):
-            read_file(path)
+    directory = tmp_path / "checkpoint"
+    make_two(directory)
+    np.savez(newest_segment(directory).open("wb"), frame=np.array([Touch()], object), reward=np.zeros((2, 2)))
+    store = CheckpointStore(directory)
+    store.load()
+    with pytest.raises(DamagedFile, match="allow_pickle"):
+        store.load_replay(CountingReplay(10), "replay")
+    torch.save({"weight": Touch()}, zipped := io.BytesIO())
+    network = torch.nn.Linear(1, 1)
+    parts = [network, torch.optim.Adam(network.parameters()), torch.Generator(), np.random.default_rng()]
+    for data in (zipped.getvalue(), pickle.dumps(Touch(), protocol=2)):
+        for part in [*parts, lambda: {"weight": np.zeros(1)}]:
+            with pytest.raises(Exception):  # noqa: B017, PT011  each library has its own
+                load(part, data)
     assert not (tmp_path / "trap").exists()
-    with pytest.raises(ValueError, match="pickle"):
-        write_file(path, {}, [np.array([Touch()], object)])
 
 
 def in_child(function: Callable[[], None]) -> int:
@@ -246,25 +303,31 @@ def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
     """Makes the process kill itself before the ``number``-th operation on a file; in the middle of it if it writes."""
     left = number
 
-    def counted(function: Callable, partly: Callable | None = None) -> Callable:
+    def count() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    def counted(function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                if partly:
-                    partly(*args)
+            if count():
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
         return call
 
-    def write_half(summed: Any, data: bytes) -> None:
-        summed.file.write(bytes(data)[: len(data) // 2])
-        summed.file.flush()
+    class File(io.FileIO):
+        """Not buffered: all that is written can be the last that is."""
 
-    patch.setattr(checkpoint._Summed, "write", counted(checkpoint._Summed.write, write_half))
+        def write(self, data: Any) -> int:
+            if count():
+                super().write(bytes(data)[: len(data) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().write(data)
+
+    patch.setattr(Path, "open", counted(lambda path, mode: File(path, mode)))
     patch.setattr(os, "fsync", counted(os.fsync))
-    for name in ("open", "replace", "unlink", "mkdir"):
+    for name in ("replace", "unlink", "mkdir"):
         patch.setattr(Path, name, counted(getattr(Path, name)))
 
 
@@ -278,24 +341,20 @@ def test_kill_at_every_operation(tmp_path: Path, capfd: pytest.CaptureFixture) -
         make_two(directory)
 
         def save_third(directory: Path = directory, number: int = number) -> None:
-            store, replay = CheckpointStore(directory), ArrayReplay(10)
-            store.load()
-            store.load_replay(replay, "replay")
+            store, replay = reopen(directory, 10)
             replay.add(9)  # over the end of the ring: two new segments, and one that is no longer needed
             with pytest.MonkeyPatch.context() as patch:
                 kill_at(number, patch)
-                store.save(state_of(3), replay, "replay")
+                store.save(*state_and_parts(3), replay, "replay")
 
         status = in_child(save_third)
-        store = CheckpointStore(directory)
-        found = store.load()["number"]
+        found = CheckpointStore(directory).load()[0]["number"]
         outcomes.add(found)
         assert_checkpoint(directory, found, 10, {2: 5, 3: 14}[found])
-        replay = ArrayReplay(10)
-        store.load_replay(replay, "replay")
+        store, replay = reopen(directory, 10)
         replay.add(1)
-        store.save(state_of(4), replay, "replay")
-        assert_checkpoint(directory, 4, 10, replay.rows_written)
+        store.save(*state_and_parts(4), replay, "replay")
+        assert_checkpoint(directory, 4, 10, replay.steps_added)
         assert not list(directory.glob("*.tmp"))
         if status == 0:
             break
@@ -306,22 +365,32 @@ def test_kill_at_every_operation(tmp_path: Path, capfd: pytest.CaptureFixture) -
     assert kills >= 25
 
 
-def test_tree() -> None:
-    """What a state may be made of comes back, but for tuples."""
-    tree = {"a": [1, None, True, "x", 1e-300, 2**127], "b": {"c": np.arange(3), "d": {}}, "e": (np.float32(2) * 1.0,)}
-    tree["e"] = [np.array(True)]
-    arrays: list[np.ndarray] = []
-    again = unpack(json.loads(json.dumps(pack(tree, arrays))), arrays)
-    np.testing.assert_equal(again, tree)
+def test_a_name_is_given_to_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a loss of power: content, then name, then the folder; segments before the state; deletions last."""
+    directory = tmp_path / "checkpoint"
+    make_two(directory)
+    store, replay = reopen(directory, 10)
+    replay.add(9)
+    done: list[tuple[str, str]] = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 
+    def note(what: str, path: Path | str) -> None:
+        path = Path(path)
+        done.append(
+            (what, "folder" if path == directory else path.name.removesuffix(".tmp").rpartition("-")[0] or "state")
+        )
 
-def test_random_state() -> None:
-    """A generator goes on where it was, in another one made from another seed."""
-    first, second = np.random.default_rng(1), np.random.default_rng(2)
-    first.random(7)
-    first.integers(0, 5, 3, np.int32)  # leaves half a draw behind
-    RandomState(second).load(json.loads(json.dumps(RandomState(first).save())))
-    np.testing.assert_array_equal(first.integers(0, 5, 9, np.int32), second.integers(0, 5, 9, np.int32))
+    monkeypatch.setattr(os, "fsync", lambda file: note("sync", os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    monkeypatch.setattr(Path, "replace", lambda path, other: note("name", other) or replace(path, other))
+    monkeypatch.setattr(Path, "unlink", lambda path, **kw: note("delete", path) or unlink(path, **kw))
+    store.save(*state_and_parts(3), replay, "replay")
+    store.save(*state_and_parts(4), replay, "replay")
+    expected = []
+    for name in ("replay-4-10", "replay-10-14", "state", "state"):
+        expected += [("sync", name), ("name", name), ("sync", "folder")]
+    assert [step for step in done if step[0] != "delete"] == expected
+    assert {name for what, name in done if what == "delete"} == {"state", "replay-0-3", "replay-3-5"}
+    assert "delete" not in {what for what, _ in done[:9]}
 
 
 # ==================== a full disk ====================
@@ -353,24 +422,26 @@ def test_checkpoint_on_a_full_disk(small_disk: SimpleNamespace) -> None:
     """The error is raised, the checkpoint before is whole, nothing half-written is left, and later it works."""
     directory = small_disk.folder / "checkpoint"
     make_two(directory)
-    store, replay = CheckpointStore(directory), ArrayReplay(10)
-    store.load()
-    store.load_replay(replay, "replay")
+    store, replay = reopen(directory, 10)
     names = {path.name for path in directory.iterdir()}
+    state, parts = state_and_parts(3)
     for _ in range(3):
         replay.add(3)
-        with pytest.raises(OSError):  # noqa: PT011  one of several
-            store.save(state_of(3) | {"large": np.zeros(20_000)}, replay, "replay")
+        with pytest.raises(OSError) as error:  # noqa: PT011  one of several
+            store.save(state, parts | {"large": bytes(80_000)}, replay, "replay")
+        assert error.value.filename == str(directory / "000003.state")
         assert {path.name for path in directory.iterdir()} == names
     assert_checkpoint(directory, 2, 10, 5)
     small_disk.free()
-    store.save(state_of(3) | {"large": np.zeros(20_000)}, replay, "replay")
+    store.save(state, parts | {"large": bytes(80_000)}, replay, "replay")
+    assert CheckpointStore(directory).load() == (state, parts | {"large": bytes(80_000)})
+    store.save(state, parts, replay, "replay")
     assert_checkpoint(directory, 3, 10, 14)
 
 
 def test_logging_on_a_full_disk(small_disk: SimpleNamespace, capfd: pytest.CaptureFixture) -> None:
     """One warning; points are kept in memory and are all there once there is room, each once."""
-    runs._warned.clear()
+    tracking._warned.clear()
     writer = EventWriter(small_disk.folder)
     for step in range(2000):
         writer.add_scalar("a", step / 2, step)
@@ -390,142 +461,257 @@ def test_logging_on_a_full_disk(small_disk: SimpleNamespace, capfd: pytest.Captu
     assert read_scalars(small_disk.folder)["a"] == [(step, step / 2) for step in range(2000)]
 
 
-# ==================== what PyTorch's parts save ====================
+# ==================== parts ====================
+
+
+def test_random_generators() -> None:
+    """They go on where they were, in others made from another seed; one of another device's kind keeps its own."""
+    first, second = np.random.default_rng(1), np.random.default_rng(2)
+    first.random(7)
+    first.integers(0, 5, 3, np.int32)  # leaves half a draw behind
+    load(second, dump(first, "rng"))
+    np.testing.assert_array_equal(first.integers(0, 5, 9, np.int32), second.integers(0, 5, 9, np.int32))
+
+    one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    torch.rand(3, generator=one)
+    load(other, dump(one, "generator"))
+    assert torch.equal(torch.rand(9, generator=one), torch.rand(9, generator=other))
+    torch.save(torch.zeros(16, dtype=torch.uint8), file := io.BytesIO())  # as large as CUDA's
+    load(other, file.getvalue())
+    assert torch.equal(torch.rand(9, generator=one), torch.rand(9, generator=other))
+
+
+def learner(seed: int, **changes: Any) -> tuple[torch.nn.Module, torch.optim.Adam]:
+    """A network and its optimizer as the script makes them, but for ``changes``."""
+    torch.manual_seed(seed)
+    network = qdagger.QNetwork(5).to(memory_format=torch.channels_last)
+    return network, torch.optim.Adam(network.parameters(), **({"lr": 1e-3, "fused": True} | changes))
+
+
+def gradient_step(network: torch.nn.Module, optimizer: torch.optim.Adam, seed: int) -> torch.Tensor:
+    """Learns from random numbers; returns the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    observation = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8, generator=generator)
+    loss = (network(observation) - torch.rand(3, 5, generator=generator)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def test_torch_parts_round_trip() -> None:
-    """Network, optimizer and random generators go on bit for bit, whatever the layout in memory."""
-    batch = torch.randint(0, 256, (3, 4, 84, 84), dtype=torch.uint8)
-
-    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, list[Any]]:
-        torch.manual_seed(seed)
-        network = qdagger.QNetwork(5).to(memory_format=torch.channels_last)
-        optimizer = torch.optim.Adam(network.parameters(), lr=1e-3, fused=True)
-        return network, optimizer, [ModuleState(network), OptimizerState(optimizer), GlobalRandomState()]
-
-    def update(network: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        loss = (network(batch) - torch.rand(3, 5)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    network, optimizer, parts = make(1)
-    for untrained in (True, False):
-        arrays: list[np.ndarray] = []
-        saved = json.dumps(pack([part.save() for part in parts], arrays))
-        arrays = [array.copy() for array in arrays]
-        expected = [update(network, optimizer) for _ in range(3)]
-        again, again_optimizer, again_parts = make(2)
-        for part, state in zip(again_parts, unpack(json.loads(saved), arrays), strict=True):
-            part.load(state)
-        assert [update(again, again_optimizer) for _ in range(3)] == expected, untrained
+    """Network and optimizer go on bit for bit, trained or not, and all is laid out in memory as it was."""
+    network, optimizer = learner(1)
+    for trained in (False, True):
+        parts = dump(network, "network"), dump(optimizer, "optimizer")
+        again, again_optimizer = learner(2)
+        for part, data in zip((again, again_optimizer), parts, strict=True):
+            load(part, data)
+        for parameter, other in zip(network.parameters(), again.parameters(), strict=True):
+            assert other.stride() == parameter.stride()
+            for name, value in again_optimizer.state[other].items():
+                # What is laid out otherwise than the parameter is slower to compute with, and silently so.
+                assert value.stride() == (() if name == "step" else parameter.stride()), name
+        expected = [gradient_step(network, optimizer, seed) for seed in range(3)]
+        assert [gradient_step(again, again_optimizer, seed) for seed in range(3)] == expected, trained
 
 
-def test_jax_tree_round_trip(tmp_path: Path) -> None:
-    """A training state comes back from a file as it was, types and structure; a new run keeps its own."""
+def settings_of(optimizer: torch.optim.Adam) -> dict[str, Any]:
+    """What flags and device decide."""
+    (group,) = optimizer.param_groups
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def test_optimizer_keeps_its_own_settings() -> None:
+    """Learning rate, `fused` and `capturable` come from flags and device of the run that goes on, not from the file."""
+    network, optimizer = learner(1)
+    gradient_step(network, optimizer, 0)
+    for group in optimizer.param_groups:  # as on a GPU
+        group |= {"lr": torch.tensor(0.5), "capturable": True}
+    weights, data = dump(network, "network"), dump(optimizer, "optimizer")
+    results = []
+    for changes in ({}, {"lr": 2e-3}, {"fused": False}, {"fused": None, "capturable": True, "lr": torch.tensor(1e-3)}):
+        again, again_optimizer = learner(2, **changes)
+        load(again, weights)
+        settings_before = settings_of(again_optimizer)
+        load(again_optimizer, data)
+        assert settings_of(again_optimizer) == settings_before
+        if not changes.get("capturable"):  # which a CPU does not compute with
+            gradient_step(again, again_optimizer, 1)
+            results.append(torch.cat([parameter.detach().flatten() for parameter in again.parameters()]))
+    for group in optimizer.param_groups:
+        group |= {"lr": 1e-3, "capturable": False}
+    gradient_step(network, optimizer, 1)
+    expected = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    assert torch.equal(results[0], expected)
+    assert not torch.allclose(results[1], expected, atol=1e-6), "the learning rate is that of the file"
+    torch.testing.assert_close(results[2], expected)
+
+
+def test_jax_state_round_trip() -> None:
+    """A training state comes back as it was, types and structure, and learns on bit for bit."""
+    optimizer = optax.adam(lambda n: 1e-3 * jnp.minimum((n + 1) / 5, 1.0))
     params = {"params": {"Dense_0": {"kernel": jnp.ones((3, 2)), "bias": jnp.arange(2.0)}}}
-    optimizer = optax.adam(1e-3)
-    state = qdagger_jax.TrainState(params, params, optimizer.init(params), jax.random.PRNGKey(3))
-    _, optimizer_state = optimizer.update(params, state.optimizer_state)
-    learned = state._replace(optimizer_state=optimizer_state, target_params=jax.tree.map(lambda x: x + 1, params))
-    write_file(tmp_path / "file", *packed(TreeState(lambda: learned).save()))
-    part = TreeState(lambda: state)
-    assert part.restored(state) is state
-    header, arrays = read_file(tmp_path / "file")
-    part.load(unpack(header, arrays))
-    restored = part.restored(state)
-    assert jax.tree.structure(restored) == jax.tree.structure(learned)
-    for value, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(learned), strict=True):
-        assert value.dtype == expected.dtype
-        np.testing.assert_array_equal(value, expected)
+    new = qdagger_jax.TrainState(params, params, optimizer.init(params), jax.random.PRNGKey(3))
+
+    def learn(state: qdagger_jax.TrainState) -> qdagger_jax.TrainState:
+        key, draw = jax.random.split(state.key)
+        gradients = jax.tree.map(lambda x: x + jax.random.normal(draw, x.shape), state.params)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        return state._replace(params=optax.apply_updates(params, updates), optimizer_state=optimizer_state, key=key)
+
+    def assert_same(state: qdagger_jax.TrainState, expected: qdagger_jax.TrainState) -> None:
+        assert jax.tree.structure(state) == jax.tree.structure(expected)
+        for value, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+            assert (value.dtype, value.shape) == (other.dtype, other.shape)
+            np.testing.assert_array_equal(value, other)
+
+    learned = learn(learn(new))._replace(target_params=jax.tree.map(lambda x: x + 1, params))
+    restored = load(lambda: new, dump(lambda: learned, "state"))
+    assert_same(restored, learned)
+    assert_same(learn(restored), learn(learned))
 
 
-def packed(tree: Any) -> tuple[Any, list[np.ndarray]]:
-    """The tree as `write_file` takes it."""
-    arrays: list[np.ndarray] = []
-    return pack(tree, arrays), arrays
+def test_what_is_not_finite_is_named() -> None:
+    """One NaN anywhere, and it is said where; whole numbers are left alone."""
+    network, optimizer = learner(1)
+    gradient_step(network, optimizer, 0)
+    optimizer.state[network.network[5].bias]["exp_avg_sq"][7] = torch.inf
+    dump(network, "q_network")
+    with pytest.raises(NotFinite, match=r"optimizer state \d+ exp_avg_sq"):
+        dump(optimizer, "optimizer")
+    network.network[0].conv.weight.data[0, 0, 0, 0] = torch.nan
+    with pytest.raises(NotFinite, match=r"q_network network\.0\.conv\.weight"):
+        dump(network, "q_network")
+    tree = {"count": np.int32(3), "mu": [np.zeros(2), np.array([1.0, -np.inf])]}
+    with pytest.raises(NotFinite, match="state mu 1"):
+        dump(lambda: tree, "state")
 
 
-class CutAndResumed(Play):
-    """The oracle of test_replay.py in a run that is stopped now and then, and resumed from a checkpoint."""
-
-    def stop_and_resume(self, directory: Path) -> None:
-        """A new replay takes the place of the old one; games that had not just begun end here, truncated."""
-        just_reset = np.array([len(games) > 1 and not games[-1].actions for games in self.games])
-        if just_reset.any() and not just_reset.all():
-            return  # a run goes on until then
-        state_of = ReplayState if isinstance(self.replay, TorchQDaggerReplay) else JaxReplayState
-        store = CheckpointStore(directory)
-        store.save({}, state_of(self.replay.replay), "replay")
-        self.replay = type(self.replay)(self.length, self.num_envs, self.n_step, self.gamma, seed=5)
-        store = CheckpointStore(directory)
-        store.load()
-        rows = state_of(self.replay.replay)
-        store.load_replay(rows, "replay")
-
-        run = object.__new__(Run)
-        newest = np.stack([games[-1].observations[-1][-1] for games in self.games])
-        run.args, run.phase, run.done, run._replay = SimpleNamespace(seed=1), 2, self.rows, rows
-        run._loaded = {"frame": newest, "just_reset": just_reset}
-        run.reset(SimpleNamespace(reset=lambda seed=None: None, just_reset=just_reset.copy()))
-        if self.rows and not just_reset.all():
-            for env, games in enumerate(self.games):
-                self.where[env].append((games[-1], len(games[-1].actions)))
-                games.append(Game(frame(env, self.rows + 1)))
-            self.rows += 1
-        assert rows.rows_written == self.rows
+# ==================== replays of runs that were stopped ====================
 
 
-def check_replay_after_resuming(backend: type, script: tuple, data: st.DataObject, directory: Path) -> None:
-    """However often a run is resumed: every transition is what happened, and none leads from one game to another."""
-    num_envs, length, n_step, gamma, events, seed = script
-    play = CutAndResumed(backend(length, num_envs, n_step, gamma), num_envs, length, n_step, gamma, seed)
-    for step_events in events:
-        play.step(step_events)
-        if data.draw(st.integers(0, 5)) == 0:
-            for _ in range(data.draw(st.integers(1, 2))):
-                play.stop_and_resume(directory)
-    if usable := play.usable():
-        play.check_rows(usable)
-    replay = play.replay.replay
-    valid = np.asarray(getattr(replay, "rows", replay).valid)
-    rows = np.arange(max(0, play.rows - length), play.rows) % length
-    assert not (~valid[rows][1:] & ~valid[rows][:-1]).any(), "two final frames follow each other"
+class Played(NamedTuple):
+    """A step of all environments as it was played, and whether the run that played it broke off behind it."""
+
+    step: Step
+    action: np.ndarray
+    teacher_q_values: np.ndarray
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(script=scripts(), data=st.data())
-def test_replay_after_resuming(script: tuple, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """PyTorch's replay."""
-    check_replay_after_resuming(TorchQDaggerReplay, script, data, tmp_path_factory.mktemp("run") / "checkpoint")
+def make_replay(script: Any, length: int, num_envs: int) -> Any:
+    """An empty replay of any script; a QDagger one for 3 actions."""
+    args = script.Args(num_envs=num_envs, buffer_size=length * num_envs)
+    device = [torch.device("cpu")] if script in (qdagger, dqn_atari) else []
+    if script in (qdagger, qdagger_jax):
+        return script.Replay(args.buffer_size, 3, args, *device)
+    return script.Replay(args, *device)
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(script=scripts(), data=st.data())
-def test_jax_replay_after_resuming(
-    script: tuple, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+def add_to(script: Any, replay: Any, played: Played) -> None:
+    """Appends what was played."""
+    convert = torch.from_numpy if script in (qdagger, dqn_atari) else np.asarray
+    teacher = [convert(played.teacher_q_values)] if script in (qdagger, qdagger_jax) else []
+    replay.add(convert(played.step.observation), played.action, played.step, *teacher)
+
+
+def random_step(rng: np.random.Generator, num_envs: int) -> Played:
+    """Anything at all, with many resets."""
+    flags = rng.random((3, num_envs)) < 0.3
+    observation = rng.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
+    step = Step(observation, rng.integers(-2, 3, num_envs).astype(np.int32), *flags, [])
+    return Played(step, rng.integers(0, 3, num_envs), rng.normal(size=(num_envs, 3)).astype(np.float32))
+
+
+def resumed(script: Any, directory: Path, length: int, num_envs: int, steps: int) -> tuple[CheckpointStore, Any]:
+    """Store and replay of a run that goes on in the middle of the online phase, as a script has them after `reset`."""
+    run, replay = object.__new__(Run), make_replay(script, length, num_envs)
+    run._store = CheckpointStore(directory)
+    run._store.load()
+    run.args, run.phase, run.done = SimpleNamespace(seed=1), "online", steps * num_envs
+    run.register_replay("online", replay)
+    run.reset(SimpleNamespace(reset=lambda seed=None: None))
+    return run._store, replay
+
+
+def check_seams(script: Any, length: int, num_envs: int, events: list[tuple[int, str]], directory: Path) -> None:
+    """However often a run is stopped or killed, its replay is that of one whose games all ended at these steps.
+
+    Args:
+        events: numbers of steps to play, and what comes after them: "save", "stop" (with a checkpoint) or "kill".
+    """
+    rng, store, replay = np.random.default_rng(0), CheckpointStore(directory), make_replay(script, length, num_envs)
+    played: list[Played] = []
+    saved: list[Played] = []
+    store.save({}, {}, replay, "online")
+    for steps, event in [*events, (1, "stop")]:
+        for _ in range(steps):
+            played.append(random_step(rng, num_envs))
+            add_to(script, replay, played[-1])
+        if event in ("save", "stop"):
+            store.save({}, {}, replay, "online")
+            saved = list(played)
+        if event in ("stop", "kill"):
+            played = list(saved)
+            store, replay = resumed(script, directory, length, num_envs, len(played))
+            if played:  # the oracle: the games ended here
+                last = played[-1]
+                played[-1] = last._replace(step=last.step._replace(reset=np.ones(num_envs, bool)))
+            saved = list(played)
+    expected = make_replay(script, length, num_envs)
+    for step in played:
+        add_to(script, expected, step)
+    assert replay.steps_added == expected.steps_added
+    np.testing.assert_array_equal(replay.age, expected.age)
+    slots = np.arange(max(0, len(played) - length), len(played)) % length
+    for name, array in replay.ring._asdict().items():
+        np.testing.assert_array_equal(as_array(array)[slots], as_array(getattr(expected.ring, name))[slots], name)
+    if played:
+        assert not as_array(replay.ring.valid)[(len(played) - 1) % length].any()
+
+
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+@settings(max_examples=25)
+@given(
+    length=st.integers(6, 12),
+    events=st.lists(st.tuples(st.integers(0, 13), st.sampled_from(["save", "stop", "kill"])), max_size=6),
+    segment_bytes=st.sampled_from([1, 40_000, 2**27]),
+)
+def test_seams(
+    script: Any,
+    length: int,
+    events: list[tuple[int, str]],
+    segment_bytes: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """JAX's; fewer examples, for most of them are compiled anew."""
-    check_replay_after_resuming(JaxQDaggerReplay, script, data, tmp_path_factory.mktemp("run") / "checkpoint")
+    """PyTorch's replays."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "SEGMENT_BYTES", segment_bytes)
+        check_seams(script, length, 2, events, tmp_path_factory.mktemp("run") / "checkpoint")
+
+
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+@pytest.mark.parametrize(
+    "events",
+    [[(4, "stop"), (3, "stop")], [(5, "save"), (3, "kill"), (4, "stop"), (0, "stop"), (8, "save"), (1, "kill")]],
+)
+def test_jax_seams(script: Any, events: list[tuple[int, str]], tmp_path: Path) -> None:
+    """JAX's: a few examples, for each of which XLA compiles anew."""
+    check_seams(script, 7, 2, events, tmp_path / "checkpoint")
 
 
 # ==================== runs ====================
 
 SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
-SMALL |= {
-    "train_frequency": 10,
-    "batch_size": 2,
-    "save_model": True,
-    "target_network_frequency": 30,
-    "warmup_updates": 120,
-}
+SMALL |= {"train_frequency": 10, "batch_size": 2, "target_network_frequency": 30, "warmup_updates": 120}
+SMALL |= {"save_model": True}
+EVALUATIONS = ["offline 100", "offline 50", "online", "random", "teacher"]
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in test_cli.py."""
-    monkeypatch.setattr("cleanrl_utils.torch_utils.available_cores", lambda: 1)
+    monkeypatch.setattr("cleanrl_utils.device.available_cores", lambda: 1)
 
 
 def fake_score(*args: Any) -> np.ndarray:
@@ -533,11 +719,46 @@ def fake_score(*args: Any) -> np.ndarray:
     return np.array([float(zlib.crc32(args[-1].encode()) % 1000)])
 
 
+class SmallNetwork(torch.nn.Module):
+    """A student, or DQN's network, that hardly takes time."""
+
+    def __init__(self, num_actions: int):
+        super().__init__()
+        self.network = torch.nn.Sequential(
+            torch.nn.Conv2d(4, 4, 8, stride=8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(400, num_actions)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x / 255.0).float()
+
+
+class SmallFlaxNetwork(flax.linen.Module):
+    """The same in flax."""
+
+    num_actions: int
+    dtype: jnp.dtype = jnp.float32
+
+    @flax.linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = flax.linen.relu(flax.linen.Conv(4, (8, 8), 8)(x.transpose(0, 2, 3, 1) / 255.0))
+        return flax.linen.Dense(self.num_actions)(x.reshape(x.shape[0], -1))
+
+
+NETWORKS = {script: script.QNetwork for script in (qdagger, dqn_atari, qdagger_jax, dqn_atari_jax)}
+
+
 @pytest.fixture
-def no_games(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Evaluations take no time. Returns the names of those that were played."""
+def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of those of the scripts."""
+    for script in NETWORKS:
+        monkeypatch.setattr(script, "QNetwork", SmallNetwork if "jax" not in script.__name__ else SmallFlaxNetwork)
+
+
+@pytest.fixture
+def no_games(small_networks: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Neither learning nor evaluations take time. Returns the names of the evaluations that were played."""
     played: list[str] = []
-    monkeypatch.setattr("cleanrl_utils.resume.play_games", lambda *args: played.append(args[-1]) or fake_score(*args))
+    monkeypatch.setattr(running, "play_games", lambda *args: played.append(args[-1]) or fake_score(*args))
     return played
 
 
@@ -565,7 +786,7 @@ def resume(script: Any, run_dir: Path, *flags: object) -> None:
     script.main(parse_args(script.Args, ["--resume", str(run_dir), *map(str, flags)]))
 
 
-def signal_at(phase: int, done: int, patch: pytest.MonkeyPatch, number: int = signal.SIGTERM) -> None:
+def signal_at(phase: str, done: int, patch: pytest.MonkeyPatch, number: int = signal.SIGTERM) -> None:
     """Sends a signal once, when the run has done so much of a phase."""
     between, sent = Run._between_steps, []
 
@@ -580,7 +801,7 @@ def signal_at(phase: int, done: int, patch: pytest.MonkeyPatch, number: int = si
 
 def signal_in_evaluation(name: str, patch: pytest.MonkeyPatch) -> None:
     """Sends a signal once, in the middle of an evaluation."""
-    play, sent = sys.modules["cleanrl_utils.resume"].play_games, []
+    play, sent = running.play_games, []
 
     def send(*args: Any) -> np.ndarray:
         if args[-1] == name and not sent:
@@ -589,7 +810,12 @@ def signal_in_evaluation(name: str, patch: pytest.MonkeyPatch) -> None:
             raise AssertionError("the signal waits for the evaluation")
         return play(*args)
 
-    patch.setattr("cleanrl_utils.resume.play_games", send)
+    patch.setattr(running, "play_games", send)
+
+
+def checkpoint_of(run_dir: Path) -> dict[str, Any]:
+    """The state of the newest checkpoint."""
+    return CheckpointStore(run_dir / "checkpoint").load()[0]
 
 
 def untimed(scalars: Scalars) -> Scalars:
@@ -599,31 +825,60 @@ def untimed(scalars: Scalars) -> Scalars:
     }
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Callable[[Any], tuple[Scalars, bytes]]:
-    """The scalars and the final model of an uninterrupted run of a script, made once."""
-    done: dict[Any, tuple[Scalars, bytes]] = {}
+class WholeRun(NamedTuple):
+    """What an uninterrupted run leaves."""
 
-    def get(script: Any) -> tuple[Scalars, bytes]:
-        if script not in done:
+    scalars: Scalars
+    model: bytes
+    updates: int
+
+
+def final_model(run_dir: Path) -> bytes:
+    """The file that --save-model made."""
+    return only(path for path in run_dir.glob("*.cleanrl_model") if "offline" not in path.name).read_bytes()
+
+
+def count_updates(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets, when a run is over, the number of updates that its optimizer has made."""
+    counted, finish = [], Run.finish
+
+    def note(run: Run) -> None:
+        parts = run._parts
+        if "optimizer" in parts:
+            counted.append(int(next(iter(parts["optimizer"].state.values()))["step"]))
+        else:
+            counted.append(int(parts["state"]().optimizer_state[0].count))
+        finish(run)
+
+    patch.setattr(Run, "finish", note)
+    return counted
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Callable[[Any], WholeRun]:
+    """What an uninterrupted run of a script with its present network leaves, made once."""
+    done: dict[Any, WholeRun] = {}
+
+    def get(script: Any) -> WholeRun:
+        if (key := (script, script.QNetwork)) not in done:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("cleanrl_utils.resume.play_games", fake_score)
-                folder = tmp_path_factory.mktemp("whole")
-                run_dir = run_in(folder, script, args_of(script, teacher), patch)
-                args = args_of(script, teacher)
-                done[script] = untimed(read_scalars(run_dir)), (run_dir / f"{args.exp_name}.cleanrl_model").read_bytes()
-        return done[script]
+                patch.setattr(running, "play_games", fake_score)
+                updates = count_updates(patch)
+                run_dir = run_in(tmp_path_factory.mktemp("whole"), script, args_of(script, teacher), patch)
+                done[key] = WholeRun(untimed(read_scalars(run_dir)), final_model(run_dir), *updates)
+        return done[key]
 
     return get
 
 
-STOPS = [(qdagger, 2, 0), (qdagger, 3, 0), (qdagger, 3, 37), (qdagger, 3, 50), (qdagger, 4, 0), (dqn_atari, 1, 0)]
-STOPS += [(qdagger_jax, 3, 37), (qdagger_jax, 4, 0), (dqn_atari_jax, 1, 0)]
+STOPS = [(qdagger, "teacher data", 0), (qdagger, "offline", 0), (qdagger, "offline", 50), (qdagger, "online", 0)]
+STOPS += [(qdagger_jax, "offline", 37), (qdagger_jax, "online", 0)]
+STOPS += [(dqn_atari, "training", 0), (dqn_atari_jax, "training", 0)]
 
 
 @pytest.mark.parametrize(("script", "phase", "done"), STOPS)
 def test_resumed_run_equals_whole_run(
-    script: Any, phase: int, done: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
+    script: Any, phase: str, done: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
 ) -> None:
     """Stopped between phases or in the offline phase: the same scalars and the same model, bit for bit."""
     with pytest.MonkeyPatch.context() as patch:
@@ -639,13 +894,55 @@ def test_resumed_run_equals_whole_run(
         late.close()
         logged.write_bytes(logged.read_bytes() + late._path.read_bytes())
         resume(script, run_dir)
-    scalars, model = whole(script)
-    assert untimed(read_scalars(run_dir)) == scalars
-    assert only(p for p in run_dir.glob("*.cleanrl_model") if "offline" not in p.name).read_bytes() == model
+    assert untimed(read_scalars(run_dir)) == whole(script).scalars
+    assert final_model(run_dir) == whole(script).model
     assert len(no_games) == len(set(no_games)), "an evaluation was played twice"
     with pytest.raises(UserError, match="finished"):
         resume(script, run_dir)
     assert [path.suffix for path in (run_dir / "checkpoint").iterdir()] == [".state"]
+
+
+def test_resumed_impala_equals_whole_run(
+    whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same with the network of the script, in the layout and precision that it computes in."""
+    monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
+    test_resumed_run_equals_whole_run(qdagger, "offline", 37, whole, teacher, tmp_path, no_games)
+
+
+@pytest.mark.parametrize("script", [qdagger, qdagger_jax])
+def test_offline_resumed_at_odd_counts(
+    script: Any, teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every copy of the target network, log and evaluation is made once, when it is due, wherever a run goes on.
+
+    Stopped between two of them, right before one, right after one, and where all but the last evaluation is done.
+    """
+    run_of: list[Run] = []
+    copied: list[int] = []
+    begin, copy = Run.__init__, script.update_target
+    monkeypatch.setattr(Run, "__init__", lambda run, args: run_of.append(run) or begin(run, args))
+    monkeypatch.setattr(script, "update_target", lambda *args: copied.append(run_of[-1].done + 1) or copy(*args))
+    monkeypatch.chdir(tmp_path)
+    args = args_of(script, teacher, offline_steps=203, offline_eval_frequency=70, target_network_frequency=40)
+    for done in (37, 39, 101, 140, 202):
+        with pytest.MonkeyPatch.context() as patch:
+            signal_at("offline", done, patch)
+            with pytest.raises(SystemExit, match="143"):
+                script.main(args)
+        run_dir = only(Path("runs").iterdir())
+        args = parse_args(script.Args, ["--resume", str(run_dir)])
+    signal_at("online", 0, monkeypatch)
+    with pytest.raises(SystemExit, match="143"):
+        script.main(args)
+    assert copied == [40, 80, 120, 160, 200]
+    steps = {tag: [step for step, _ in events] for tag, events in read_scalars(run_dir).items()}
+    for tag in ("loss", "q_loss", "distill_loss", "updates_per_second"):
+        assert steps[f"charts/offline/{tag}"] == [100, 200], tag
+    assert steps["charts/offline/avg_episodic_return"] == [70, 140, 203]
+    assert no_games == ["teacher", "random", "offline 70", "offline 140", "offline 203"]
+    models = {int(path.stem.rpartition("-")[2]) for path in run_dir.glob("*-offline-*.cleanrl_model")}
+    assert models == {70, 140, 203}
 
 
 @pytest.mark.parametrize("name", ["random", "offline 50", "offline 100", "online"])
@@ -660,16 +957,17 @@ def test_signal_in_an_evaluation(
         assert stop.value.code == 143
         run_dir = only((tmp_path / "a" / "runs").iterdir())
         resume(qdagger, run_dir)
-    assert untimed(read_scalars(run_dir)) == whole(qdagger)[0]
-    assert sorted(no_games) == sorted(["teacher", "random", "offline 50", "offline 100", "online"])
+    assert untimed(read_scalars(run_dir)) == whole(qdagger).scalars
+    assert sorted(no_games) == EVALUATIONS
 
 
-@pytest.mark.parametrize(
-    ("script", "phase", "done"),
-    [(qdagger, 2, 16), (qdagger, 4, 130), (dqn_atari, 1, 130), (qdagger_jax, 4, 130), (dqn_atari_jax, 1, 130)],
-)
+WITHIN_GAMES = [(qdagger, "teacher data", 16), (qdagger, "online", 130), (dqn_atari, "training", 130)]
+WITHIN_GAMES += [(qdagger_jax, "online", 130), (dqn_atari_jax, "training", 130)]
+
+
+@pytest.mark.parametrize(("script", "phase", "done"), WITHIN_GAMES)
 def test_resumed_within_games(
-    script: Any, phase: int, done: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
+    script: Any, phase: str, done: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
 ) -> None:
     """Games are others from there on; steps, updates, schedules and log points are not."""
     with pytest.MonkeyPatch.context() as patch:
@@ -678,36 +976,31 @@ def test_resumed_within_games(
             run_in(tmp_path / "a", script, args_of(script, teacher), patch)
         assert stop.value.code == 138
         run_dir = only((tmp_path / "a" / "runs").iterdir())
-        replays, seeds, updates = [], [], []
+        replays, seeds, updates = [], [], count_updates(patch)
         reset, add = AtariVectorEnv.reset, script.Replay.add
         patch.setattr(AtariVectorEnv, "reset", lambda envs, **kw: seeds.append(list(kw["seed"])) or reset(envs, **kw))
         patch.setattr(script.Replay, "add", lambda replay, *args: replays.append(replay) or add(replay, *args))
-        if script is qdagger:
-            batch = script.Replay.batch
-            patch.setattr(script.Replay, "batch", lambda replay, *args: updates.append(replay) or batch(replay, *args))
         resume(script, run_dir)
-    scalars = untimed(read_scalars(run_dir))
-    expected, _ = whole(script)
+    scalars, expected = untimed(read_scalars(run_dir)), whole(script).scalars
     games = {"charts/episodic_return", "charts/episodic_length"}
     for tag in expected.keys() - games:
         assert [step for step, _ in scalars[tag]] == [step for step, _ in expected[tag]], tag
     assert scalars["charts/epsilon"] == expected["charts/epsilon"]
-    assert phase == 2 or any(scalars.get(tag) != expected[tag] for tag in games), "the emulators were restored?"
+    assert phase == "teacher data" or any(scalars.get(tag) != expected[tag] for tag in games), "games are the same"
     assert len({tuple(x) for x in seeds}) == len(seeds), "the same games again"
+    assert updates == [whole(script).updates]
 
     replay = replays[0]
-    row, total = done // 2, (40 if phase == 2 else 300) // 2  # two environments
-    assert sum(x is replay for x in replays) == total - row, "steps were left out or done twice"
-    if script is qdagger and phase == 4:
-        assert len(updates) == sum(step % 10 == 0 for step in range(131, 301))
-    if phase != 2:
-        rows = getattr(replay, "rows", replay)
-        assert replay.rows_written == total + 1
-        assert not rows.valid[row].any(), "the seam is no final frame"
-        assert rows.valid[row - 1].all()
-        assert not rows.age[row + 1].any(), "games don't begin anew"
-        assert (rows.age[row] == rows.age[row - 1] + 1).all()
-        assert (rows.frame[row] != rows.frame[row - 1]).any()
+    seam, total = done // 2, (40 if phase == "teacher data" else 300) // 2  # two environments
+    assert sum(x is replay for x in replays) == total - seam, "steps were left out or done twice"
+    assert replay.steps_added == total
+    valid, age, frame = map(as_array, (replay.ring.valid, replay.ring.age, replay.ring.frame))
+    assert not valid[seam - 1].any(), "transitions lead from one game to another"
+    assert valid[seam - 2].all()
+    assert valid[seam].all()
+    assert not age[seam].any(), "games don't begin anew"
+    assert (age[seam - 1] == age[seam - 2] + 1).all()
+    assert (frame[seam] != frame[seam - 1]).any()
 
 
 def test_stopped_again_and_again(teacher: Path, tmp_path: Path, no_games: list[str]) -> None:
@@ -715,34 +1008,19 @@ def test_stopped_again_and_again(teacher: Path, tmp_path: Path, no_games: list[s
     args = args_of(qdagger, teacher)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
+        reset, seeds = AtariVectorEnv.reset, []
+        patch.setattr(AtariVectorEnv, "reset", lambda envs, **kw: seeds.append(tuple(kw["seed"])) or reset(envs, **kw))
         for done in (0, 0, 12, 12, 200):
             with pytest.MonkeyPatch.context() as signals:
-                signal_at(4, done, signals, signal.SIGINT)
+                signal_at("online", done, signals, signal.SIGINT)
                 with pytest.raises(SystemExit, match="130"):
                     qdagger.main(args)
             run_dir = only(Path("runs").iterdir())
             args = parse_args(qdagger.Args, ["--resume", str(run_dir)])
         resume(qdagger, run_dir, "--total-timesteps", 400)
-    scalars = read_scalars(tmp_path / run_dir)
-    steps = [step for step, _ in scalars["charts/SPS"]]
+    steps = [step for step, _ in read_scalars(tmp_path / run_dir)["charts/SPS"]]
     assert steps == [100 + step - 2 for step in (100, 200, 300, 400)]
-
-
-@pytest.mark.parametrize(
-    ("just_reset", "stops"), [([True, False], False), ([False, False], True), ([True, True], True)]
-)
-def test_no_stop_where_a_game_has_just_ended(just_reset: list[bool], stops: bool) -> None:
-    """The seam's final frame would follow that of the game; a step later it does not."""
-    run, stopped = object.__new__(Run), []
-    run.args, run._last_checkpoint, run._signal = SimpleNamespace(checkpoint_minutes=10.0), float("inf"), None
-    run._pause = 0.0
-    run._envs = SimpleNamespace(just_reset=np.array(just_reset))
-    run._stop = run.save = lambda: stopped.append(True)
-    run._between_steps()
-    assert not stopped, "nothing was due"
-    run._signal = signal.SIGTERM
-    run._between_steps()
-    assert bool(stopped) == stops
+    assert len(set(seeds)) == 1 + len({12, 200}), "the same games again"
 
 
 @pytest.mark.parametrize(("seconds", "every"), [(0.5, 600.5), (27, 27 * 51)])
@@ -755,19 +1033,96 @@ def test_checkpoints_cost_little(seconds: float, every: float, monkeypatch: pyte
         begun.append(now)
         run._last_checkpoint = now = now + seconds
 
-    monkeypatch.setattr("cleanrl_utils.resume.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now))
     run = object.__new__(Run)
-    run.args, run._signal, run._envs, run.save = SimpleNamespace(checkpoint_minutes=10.0), None, None, save
+    run.args, run._signal, run._over, run.save = SimpleNamespace(checkpoint_minutes=10.0), None, [], save
     run._last_checkpoint = run._pause = 0.0
+    run._progress_written, run.losses = float("inf"), None
     while now < 10_000:
         now += 1
         run._between_steps()
     assert begun[0] == 600
     assert np.abs(np.diff(begun) - every).max() <= 1
     before = len(begun)
-    run.end_phase(2)
-    run.end_phase(3)
+    run.end_phase("teacher data")
+    run.end_phase("offline")
     assert len(begun) == before + 2, "the end of a phase waits"
+
+
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+def test_progress(
+    script: Any, teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """progress.json says what a run does, in every phase, and in the end that it is over."""
+    reports: list[dict[str, Any]] = []
+    write = Run._write_progress
+
+    def collect(run: Run, *args: Any, **kwargs: Any) -> None:
+        write(run, *args, **kwargs)
+        reports.append(json.loads((run.dir / "progress.json").read_text()))
+
+    monkeypatch.setattr(Run, "_write_progress", collect)
+    monkeypatch.setattr(  # one that knows its rate from the first steps on
+        tracking, "progress_bar", lambda total, _, unit, initial: tqdm(total=total, initial=initial, mininterval=0)
+    )
+    monkeypatch.setattr(running, "PROGRESS_EVERY", -1.0)
+    args = args_of(script, teacher, total_timesteps=100)
+    main_phase = "online" if script is qdagger else "training"
+    signal_at(main_phase, 40, monkeypatch)
+    with pytest.raises(SystemExit):
+        run_in(tmp_path / "a", script, args, monkeypatch)
+    run_dir = only((tmp_path / "a" / "runs").iterdir())
+    assert not reports[-1]["finished"]
+    resume(script, run_dir)
+    assert not list(run_dir.glob("*.tmp"))
+
+    for report in reports:
+        assert report["script"] == f"{args.exp_name}.py"
+        assert report["finished"] == (report is reports[-1])
+        assert report["seconds_left"] is None or 0 <= report["seconds_left"] < 3600
+    assert [report["time"] for report in reports] == sorted(report["time"] for report in reports)
+    names, counted = [], {}
+    for report in reports:
+        if report["phase"] not in names[-1:]:
+            names.append(report["phase"])
+        counted.setdefault(report["phase"], []).append((report["done"], report["total"], report["unit"]))
+    score = {name: fake_score(name)[0] for name in no_games}
+    steps = [(done, 100, "step") for done in range(0, 100, 2)]
+    steps.insert(20, (40, 100, "step"))  # where it was stopped
+    if script is qdagger:
+        assert names == ["evaluation", "teacher data", "offline", "online", "evaluation"]
+        assert counted["teacher data"] == [(done, 40, "step") for done in range(0, 40, 2)]
+        updates = [(done, 100, "update") for done in range(100)]
+        assert counted["offline"] == [*updates[:51], updates[50], *updates[51:], (100, 100, "update")]
+        assert [report["return"] for report in reports[:2]] == [score["teacher"], score["random"]]
+        offline = [report["return"] for report in reports if report["phase"] == "offline"]
+        assert offline[-1] == score["offline 100"]
+        assert set(offline[51:-1]) == {score["offline 50"]}
+        assert any(report["seconds_left"] for report in reports if report["phase"] == "offline")
+    else:
+        assert names == ["training", "evaluation"]
+    assert counted[main_phase] == steps
+    for report in reports[-2:]:  # after the evaluation, and at the end
+        assert report["return"] == score["online" if script is qdagger else "eval"]
+        assert (report["done"], report["total"], report["seconds_left"]) == (0, 0, None)
+
+
+def test_progress_on_a_full_disk(
+    teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left as it was, with one warning."""
+    tracking._warned.clear()
+    write = Path.write_text
+
+    def fail(path: Path, *args: Any) -> int:
+        if path.name.startswith("progress.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *args)
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(running, "PROGRESS_EVERY", -1.0)
+    run_in(tmp_path / "a", dqn_atari, args_of(dqn_atari, teacher, total_timesteps=30, learning_starts=10), monkeypatch)
+    assert capfd.readouterr().err.count("WARNING: progress.json can't be written (No space left on device)") == 1
 
 
 # ==================== flags ====================
@@ -775,12 +1130,12 @@ def test_checkpoints_cost_little(seconds: float, every: float, monkeypatch: pyte
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> Path:
-    """The directory of a run that was stopped at the start of its second phase."""
+    """The directory of a run that was stopped before its teacher played."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cleanrl_utils.resume.play_games", fake_score)
-        patch.setattr("cleanrl_utils.torch_utils.available_cores", lambda: 1)
-        signal_at(2, 0, patch)
+        patch.setattr(running, "play_games", fake_score)
+        patch.setattr("cleanrl_utils.device.available_cores", lambda: 1)
+        signal_at("teacher data", 0, patch)
         with pytest.raises(SystemExit):
             run_in(folder, qdagger, args_of(qdagger, teacher), patch)
     return only((folder / "runs").iterdir())
@@ -802,7 +1157,8 @@ def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
         (["--batch-size", "32"], ["--batch-size", "32", "2"]),  # the default, but given
         (["--seed", "2"], ["--seed", "2", "1"]),
         (["--env_id", "PongNoFrameskip-v4"], ["--env-id", "Pong", GAME]),
-        (["--no-torch-deterministic"], ["--torch-deterministic"]),
+        (["--num-envs", "16"], ["--num-envs", "16", "2"]),
+        (["--no-bf16"], ["--bf16"]),
     ],
 )
 def test_contradicting_flag(flags: list[str], words: list[str], stopped: Path) -> None:
@@ -825,7 +1181,7 @@ def test_nothing_to_resume(stopped: Path, tmp_path: Path) -> None:
 def test_still_running(stopped: Path) -> None:
     """Two processes in one directory would overwrite each other's checkpoints."""
     args = parse_args(qdagger.Args, ["--resume", str(stopped)])
-    lock = resuming.lock_directory(stopped)
+    lock = running.lock_directory(stopped)
     with pytest.raises(UserError, match="still running"):
         Run(args)
     os.close(lock)
@@ -842,11 +1198,11 @@ def test_limits_need_checkpoints(teacher: Path) -> None:
 def test_no_checkpoints(teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0 there is no folder, and signals are left alone."""
     handlers = []
-    update = qdagger.qdagger_loss
+    loss = qdagger.qdagger_loss
     monkeypatch.setattr(
-        qdagger, "qdagger_loss", lambda *args: handlers.append(signal.getsignal(signal.SIGTERM)) or update(*args)
+        qdagger, "qdagger_loss", lambda *args: handlers.append(signal.getsignal(signal.SIGTERM)) or loss(*args)
     )
-    args = args_of(qdagger, teacher, checkpoint_minutes=0.0, total_timesteps=100)
+    args = args_of(qdagger, teacher, checkpoint_minutes=0.0, offline_steps=10, total_timesteps=50)
     run_dir = run_in(tmp_path / "a", qdagger, args, monkeypatch)
     assert not (run_dir / "checkpoint").exists()
     assert set(handlers) == {signal.SIG_DFL}
@@ -856,7 +1212,7 @@ def test_time_limit(teacher: Path, tmp_path: Path, no_games: list[str], capfd: p
     """It stops by itself with exit code 0 and the command to go on with; the limit is taken over, or given anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        signal_at(3, 20, patch, signal.SIGALRM)  # what the timer sends
+        signal_at("offline", 20, patch, signal.SIGALRM)  # what the timer sends
         timers = []
         setitimer = signal.setitimer
         patch.setattr(signal, "setitimer", lambda *args: timers.append(args) or setitimer(*args))
@@ -867,6 +1223,7 @@ def test_time_limit(teacher: Path, tmp_path: Path, no_games: list[str], capfd: p
         assert timers[-1] == (signal.ITIMER_REAL, 0)
         run_dir = only(Path("runs").iterdir())
         assert f"python cleanrl/qdagger_dqn_atari_impalacnn.py --resume {run_dir}" in capfd.readouterr().out
+        assert parse_args(qdagger.Args, ["--resume", str(run_dir)]).max_minutes == 50.0
         resume(qdagger, run_dir, "--max-minutes", 0)
 
 
@@ -877,24 +1234,21 @@ def test_disk_full_while_training(
     teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training goes on to its end, with one warning, and keeps the checkpoint that it has."""
-    runs._warned.clear()
-    limited, update = [], qdagger.qdagger_loss
+    tracking._warned.clear()
+    limited, loss = [], qdagger.qdagger_loss
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limit(*args: Any) -> qdagger.Losses:
         if not limited:
-            limited.append(CheckpointStore(only(Path("runs").iterdir()) / "checkpoint").load())
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
-        return update(*args)
+            limited.append(checkpoint_of(only(Path("runs").iterdir())))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+        return loss(*args)
 
-    def lift(run: Run) -> None:
-        stores.append(CheckpointStore(run.dir / "checkpoint").load())
-
-    stores: list[Any] = []
+    kept: list[Any] = []
     monkeypatch.setattr(qdagger, "qdagger_loss", limit)
     monkeypatch.setattr(qdagger, "save_model", lambda *args: None)  # what can't be saved otherwise is another matter
-    monkeypatch.setattr(Run, "finish", lift)
+    monkeypatch.setattr(Run, "finish", lambda run: kept.append(checkpoint_of(run.dir)))
     try:
         run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher, checkpoint_minutes=1e-9), monkeypatch)
     finally:
@@ -903,8 +1257,7 @@ def test_disk_full_while_training(
     errors = capfd.readouterr().err
     assert errors.count("WARNING") == 1
     assert "CHECKPOINT" in errors
-    # In the last phase the state is as large as in the others, so that nothing has been saved since the offline phase.
-    assert stores[0]["phase"] == limited[0]["phase"] == 3
+    assert kept == limited
 
 
 def test_disk_full_while_saving_a_model(
@@ -917,14 +1270,15 @@ def test_disk_full_while_saving_a_model(
         raise error
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SystemExit) as stop, one_line_errors(), runs.atomic_write(path):
-        pass
+    with pytest.raises(SystemExit) as stop, one_line_errors():
+        qdagger.save_model(torch.nn.Linear(1, 1), path)
     assert stop.value.code == 1
     assert capfd.readouterr().err.startswith(f"error: {path} could not be written (No space left on device); make room")
     assert not list(tmp_path.iterdir())
     error = PermissionError(errno.EPERM, "no")
-    with pytest.raises(PermissionError), one_line_errors(), runs.atomic_write(path):
-        pass
+    with pytest.raises(PermissionError), one_line_errors():
+        qdagger_jax.save_model({"params": {"x": np.zeros(1)}}, path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("dead", [True, False])
@@ -945,7 +1299,7 @@ def test_dead_network(
     run_in(tmp_path, qdagger, args, monkeypatch)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "same Q-values" in line]
     assert len(warnings) == dead, warnings
-    assert all("phase 3, step 5)" in line and "--learning-rate" in line for line in warnings)
+    assert all("(offline, step 5)" in line and "--learning-rate" in line for line in warnings)
 
 
 def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture) -> None:
@@ -961,7 +1315,7 @@ def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capf
             return good._replace(n_step_return=torch.full_like(good.n_step_return, torch.nan))
 
         patch.setattr(qdagger.Replay, "batch", poison)
-        signal_at(3, 60, patch, signal.SIGTERM)
+        signal_at("offline", 60, patch, signal.SIGTERM)
         with pytest.raises(SystemExit):
             run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher), patch)
         run_dir = only((tmp_path / "a" / "runs").iterdir())
@@ -969,40 +1323,66 @@ def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capf
             resume(qdagger, run_dir)
     assert stop.value.code == 3
     line = capfd.readouterr().err.splitlines()[-1]
-    for word in ("step 100", "n_step_return", "2 not finite", "td_loss nan", "--resume", str(run_dir)):
+    for word in ("(offline, step 99)", "2 not finite", "td_loss nan", "--resume", str(run_dir)):
         assert word in line, line
-    assert CheckpointStore(run_dir / "checkpoint").load()["done"] == 60
+    assert checkpoint_of(run_dir)["done"] == 60
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run_dir.parent.parent)
         resume(qdagger, run_dir)
 
 
-def test_poisoned_state_is_never_saved(teacher: Path, tmp_path: Path, no_games: list[str]) -> None:
+def test_poisoned_at_the_end(
+    teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no log point has noticed stops the run at the end of the phase, which it names."""
+    loss, counted = dqn_atari.dqn_loss, []
+
+    def poison(*args: Any) -> dqn_atari.Losses:
+        counted.append(True)
+        losses = loss(*args)
+        return losses._replace(loss=losses.loss * torch.nan) if len(counted) == 11 else losses
+
+    monkeypatch.setattr(dqn_atari, "dqn_loss", poison)
+    with pytest.raises(TrainingFailure, match=r"\(training, step 130\).*no checkpoint yet") as failure:
+        run_in(tmp_path / "a", dqn_atari, args_of(dqn_atari, teacher, total_timesteps=130), monkeypatch)
+    assert failure.value.exit_code == 3
+    assert len(counted) == 11
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [(qdagger, "target_network network.0.weight"), (qdagger_jax, "state target_params params Conv_0")],
+)
+def test_poisoned_state_is_never_saved(
+    script: Any, name: str, teacher: Path, tmp_path: Path, no_games: list[str]
+) -> None:
     """A weight that is not finite is found before a checkpoint is written, whatever the loss says."""
     with pytest.MonkeyPatch.context() as patch:
-        move = qdagger.update_target
+        move = script.update_target
 
-        def poison(target: WorkingCopy, online: WorkingCopy, tau: float) -> None:
-            move(target, online, tau)
-            next(iter(target.original.parameters())).data[0, 0, 0, 0] = torch.inf
+        def poison(target: Any, *args: Any) -> Any:
+            state = move(target, *args)
+            if script is qdagger:
+                next(iter(target.parameters())).data[0, 0, 0, 0] = torch.inf
+                return None
+            leaves, tree = jax.tree.flatten(state.target_params)
+            bad = jax.tree.unflatten(tree, [leaves[0] + jnp.inf, *leaves[1:]])
+            return state._replace(target_params=bad)
 
-        patch.setattr(qdagger, "update_target", poison)
-        signal_at(3, 31, patch)
-        with pytest.raises(TrainingFailure, match="target_network network") as failure:
-            run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher, target_network_frequency=31), patch)
+        patch.setattr(script, "update_target", poison)
+        signal_at("offline", 31, patch)
+        with pytest.raises(TrainingFailure, match=name) as failure:
+            run_in(tmp_path / "a", script, args_of(script, teacher, target_network_frequency=31), patch)
     assert failure.value.exit_code == 3
-    run_dir = only((tmp_path / "a" / "runs").iterdir())
-    assert CheckpointStore(run_dir / "checkpoint").load()["done"] == 0
+    state = checkpoint_of(only((tmp_path / "a" / "runs").iterdir()))
+    assert (state["over"], state["done"]) == (["teacher", "teacher data"], 0)
 
 
-@pytest.mark.parametrize(("phase", "fails_at", "done"), [(2, 21, 20), (2, 22, 20), (4, 40 + 66, 130)])
+@pytest.mark.parametrize(("phase", "fails_at", "done"), [("teacher data", 11, 20), ("online", 20 + 66, 130)])
 def test_emulator_that_dies(
-    phase: int, fails_at: int, done: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
+    phase: str, fails_at: int, done: int, teacher: Path, tmp_path: Path, no_games: list[str]
 ) -> None:
-    """What there is is saved, the step that failed not counted, and the resumed run makes it.
-
-    In phase 2 each step is received in two halves.
-    """
+    """What there is is saved, the step that failed not counted, and the resumed run makes it."""
     with pytest.MonkeyPatch.context() as patch:
         recv, calls = AtariVectorEnv.recv, []
 
@@ -1016,19 +1396,19 @@ def test_emulator_that_dies(
         with pytest.raises(TrainingFailure, match=r"emulator failed \(core dumped\).*--resume"):
             run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher), patch)
         run_dir = only((tmp_path / "a" / "runs").iterdir())
-        state = CheckpointStore(run_dir / "checkpoint").load()
+        state = checkpoint_of(run_dir)
         assert (state["phase"], state["done"]) == (phase, done)
         resume(qdagger, run_dir)
     scalars = read_scalars(run_dir)
     assert [step for step, _ in scalars["charts/SPS"]] == [198, 298, 398]
-    assert len(scalars["losses/loss"]) == len({step for step, _ in scalars["losses/loss"]})
+    assert [step for step, _ in scalars["losses/loss"]] == [198, 298, 398]
 
 
-@pytest.mark.parametrize(("phase", "fails_at"), [(2, 2), (4, 3)])
+@pytest.mark.parametrize(("over", "fails_at"), [("teacher", 1), ("offline", 2)])
 def test_emulator_that_dies_at_the_start(
-    phase: int, fails_at: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
+    over: str, fails_at: int, whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str]
 ) -> None:
-    """The checkpoint of the phase's start stands, and the resumed run does not differ. Phase 2 has two emulators."""
+    """The checkpoint of the phase's start stands, and the resumed run does not differ."""
     with pytest.MonkeyPatch.context() as patch:
         reset, calls = AtariVectorEnv.reset, []
 
@@ -1042,17 +1422,17 @@ def test_emulator_that_dies_at_the_start(
         with pytest.raises(TrainingFailure, match=r"emulator failed \(no ROM\).*--resume"):
             run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher), patch)
         run_dir = only((tmp_path / "a" / "runs").iterdir())
-        state = CheckpointStore(run_dir / "checkpoint").load()
-        assert (state["phase"], state["done"]) == (phase, 0)
+        state = checkpoint_of(run_dir)
+        assert (state["over"][-1], state["done"]) == (over, 0)
         resume(qdagger, run_dir)
-    assert untimed(read_scalars(run_dir)) == whole(qdagger)[0]
+    assert untimed(read_scalars(run_dir)) == whole(qdagger).scalars
 
 
 def test_emulator_that_dies_in_an_evaluation(
     whole: Callable, teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What there is is saved, and the resumed run, which plays the evaluation anew, does not differ."""
-    no_play = resuming.play_games
+    no_play = running.play_games
     to_fail = ["random", "offline 50"]
 
     def play(*args: Any) -> np.ndarray:
@@ -1063,20 +1443,20 @@ def test_emulator_that_dies_in_an_evaluation(
             patch.setattr(AtariVectorEnv, "recv", lambda envs: 1 / 0)
             return play_games(*args)
 
-    def fail(phase: int, done: int, function: Callable, *args: Any) -> None:
+    def fail(phase: str, done: int, function: Callable, *args: Any) -> None:
         with pytest.raises(TrainingFailure, match=r"emulator failed \(division by zero\).*--resume") as failure:
             function(*args)
         assert failure.value.exit_code == 1
-        state = CheckpointStore(only((tmp_path / "a" / "runs").iterdir()) / "checkpoint").load()
+        state = checkpoint_of(only((tmp_path / "a" / "runs").iterdir()))
         assert (state["phase"], state["done"]) == (phase, done)
 
-    monkeypatch.setattr(resuming, "play_games", play)
-    fail(1, 0, run_in, tmp_path / "a", qdagger, args_of(qdagger, teacher), monkeypatch)
+    monkeypatch.setattr(running, "play_games", play)
+    fail("", 0, run_in, tmp_path / "a", qdagger, args_of(qdagger, teacher), monkeypatch)
     run_dir = only((tmp_path / "a" / "runs").iterdir())
-    fail(3, 50, resume, qdagger, run_dir)
+    fail("offline", 50, resume, qdagger, run_dir)
     resume(qdagger, run_dir)
-    assert untimed(read_scalars(run_dir)) == whole(qdagger)[0]
-    assert sorted(no_games) == sorted(["teacher", "random", "offline 50", "offline 100", "online"])
+    assert untimed(read_scalars(run_dir)) == whole(qdagger).scalars
+    assert sorted(no_games) == EVALUATIONS
 
 
 def test_emulator_that_dies_in_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1089,7 +1469,7 @@ def test_emulator_that_dies_in_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
 WANDB_RUN = """
 import json, os, sys, threading, types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from cleanrl_utils import runs
+from cleanrl_utils import tracking
 
 class Server(BaseHTTPRequestHandler):
     def do_POST(self):
@@ -1117,11 +1497,11 @@ begins, hangs = "begins" in sys.argv, "hangs" in sys.argv
 server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:%d" % server.server_port
-runs.WANDB_FINISH_TIMEOUT = 1
+tracking.WANDB_FINISH_TIMEOUT = 1
 args = types.SimpleNamespace(track=True, wandb_project_name="p", wandb_entity="e", env_id="x", exp_name="y", seed=1)
-run_dir, writer = runs.start_run(args)
+run_dir, writer = tracking.start_run(args)
 writer.add_scalar("losses/td_loss", 1.5, 3)
-runs.finish_run(args, writer, [])
+tracking.finish_run(args, writer, [])
 os._exit(0)  # W&B's own clean-up waits for the server once more
 """
 
@@ -1191,7 +1571,7 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
         assert process.returncode == code
         run_dir = only((tmp_path / "runs").iterdir()).relative_to(tmp_path)
         assert f"python cleanrl/qdagger_dqn_atari_impalacnn.py --resume {run_dir}" in output
-        assert CheckpointStore(tmp_path / run_dir / "checkpoint").load()["phase"] >= 1
+        assert checkpoint_of(tmp_path / run_dir)["phase"]
 
 
 def newest_number(folder: Path) -> int:

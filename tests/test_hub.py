@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,6 +50,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.commits: list[tuple[str, dict[str, bytes]]] = []
+        self.files: dict[str, dict[str, bytes]] = {}  # what each repository holds after them
         self.created: list[dict] = []
         self.commit_status = 200
         self.hangs_at = "nowhere"  # takes requests for paths that contain it, and says nothing
@@ -84,6 +86,9 @@ class Handler(BaseHTTPRequestHandler):
             if repo == "lab/cut":
                 headers["Content-Length"] = 2 * len(MODEL)
             self.answer(status, MODEL if status == 200 else b"", headers)
+        elif (match := re.fullmatch(r"/(\w+/[\w-]+)/resolve/main/(.+)", path)) and match[1] in self.server.files:
+            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{len(self.server.commits)}-{match[2]}"'}
+            self.answer(200, self.server.files[match[1]][match[2]], headers)
         elif match := re.fullmatch(r"/api/models/(\w+/\w+)/tree/main", path):
             if match[1] in FILES:
                 files = [{"type": "file", "path": name, "size": 1, "oid": COMMIT} for name in FILES[match[1]]]
@@ -118,18 +123,27 @@ class Handler(BaseHTTPRequestHandler):
                 return
             lines = [json.loads(line) for line in body.splitlines()]
             files = [line["value"] for line in lines if line["key"] == "file"]
-            hub.commits.append((match[1], {file["path"]: base64.b64decode(file["content"]) for file in files}))
+            files = {file["path"]: base64.b64decode(file["content"]) for file in files}
+            hub.commits.append((match[1], files))
+            hub.files.setdefault(match[1], {}).update(files)
             self.answer(200, {"commitUrl": f"{hub.url}/{match[1]}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self.answer(404)
 
 
-@pytest.fixture(scope="module")
-def hub():
+@contextmanager
+def serve():
+    """A hub that answers as long as the block lasts."""
     with Hub() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with serve() as server:
+        yield server
 
 
 def run(command, home, endpoint, cwd=None, **environment):
@@ -154,15 +168,16 @@ FIND = """
 import json, os, sys, time
 time.sleep = lambda seconds: None  # the client waits for seconds before it tries again
 sys.modules.update(torch=None, jax=None, flax=None)  # none of them is needed
+from huggingface_hub import hf_hub_download
 from cleanrl_utils import hub
+from cleanrl_utils.checks import UserError
 hub.PATIENCE = float(os.environ.get("PATIENCE", hub.PATIENCE))
-from cleanrl_utils.errors import UserError
-from cleanrl_utils.teachers import find_teacher
 
 answers = {}
 for repo in sys.argv[1:]:
     try:
-        answers[repo] = "found: " + find_teacher(repo, "dqn_atari").read_text()
+        with hub.download_errors(repo, "dqn_atari.cleanrl_model"):  # as the scripts' load_teacher does it
+            answers[repo] = "found: " + open(hf_hub_download(repo, "dqn_atari.cleanrl_model")).read()
     except UserError as error:
         answers[repo] = str(error)
 print(json.dumps(answers))
@@ -170,7 +185,7 @@ print(json.dumps(answers))
 
 
 def find(repos, home, endpoint, **environment):
-    """What `find_teacher` says, or the text of the file that it finds, for each repository."""
+    """What a download says, or the text of the file that it gets, for each repository."""
     process = run([sys.executable, "-c", FIND, *repos], home, endpoint, home, **environment)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
@@ -182,11 +197,12 @@ def home(tmp_path_factory):
 
 
 PATHS = ("no/such/directory", "../nothing", "./here", "a--b/c")
+UNUSABLE = {"~no-such-user/there": "Could not determine home directory", "x" * 300: "File name too long"}
 
 
 @pytest.fixture(scope="module")
 def answers(hub, home):
-    return find([*DOWNLOADS, *PATHS], home, hub.url)
+    return find([*DOWNLOADS, *PATHS, *UNUSABLE], home, hub.url)
 
 
 def test_download(answers):
@@ -211,6 +227,7 @@ PROBLEMS = {
     "lab/cut": ("can't be downloaded from http://127.0.0.1:", "check the connection"),
     "lab/foreign": ("can't be downloaded from http://127.0.0.1:", "does not seem to be served by a Hugging Face Hub"),
     **{path: (f"there is no directory {path}, nor is that a valid name of a hub repository",) for path in PATHS},
+    **{path: (f"there is no directory {path}, and", reason) for path, reason in UNUSABLE.items()},
 }
 
 
@@ -286,7 +303,7 @@ time.sleep = lambda seconds: None
 import numpy as np
 
 from cleanrl_utils import hub
-from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.checks import one_line_errors
 from cleanrl_utils.hub import check_upload_possible, upload_model
 
 hub.PATIENCE = float(os.environ.get("PATIENCE", hub.PATIENCE))

@@ -1,6 +1,7 @@
 """The JAX scripts against the PyTorch scripts: same weights, same batch, same numbers; and what only JAX has."""
 
 import functools
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,22 +18,24 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import GAME, only, read_scalars, run_script, tiny, twin, write_teacher
+from test_cli import GAME, TIMED_TAGS, only, read_scalars, run_script, tiny, twin, write_teacher
 
-from cleanrl_utils import resume
-from cleanrl_utils.convert import convert
-from cleanrl_utils.errors import UserError
+from cleanrl_utils.checks import UserError
+from cleanrl_utils.convert import convert, flax_to_torch, read_flax, read_torch, torch_to_flax, write_flax
+from cleanrl_utils.device import pick_jax_device
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
 from cleanrl_utils.hub import model_card
-from cleanrl_utils.jax_layers import StridedConv, fast_dtype, first_params, max_pool
-from cleanrl_utils.jax_utils import Params, make_q_function, params_of, pick_device, save_model
-from cleanrl_utils.teachers import flax_to_torch, read_weights, torch_to_flax, write_flax
+from cleanrl_utils.max_pool import max_pool
+from cleanrl_utils.run import Run
 
 REPO = Path(__file__).parent.parent
 A = 6
+Params = qdagger_jax.Params
+SIZES = {"num_envs": 8, "teacher_steps": 160, "buffer_size": 160}
+"""Of all runs here, so that each finds in the cache what the one before has compiled"""
 
 
 def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -48,7 +51,8 @@ def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
 def to_jax(network: torch.nn.Module) -> Params:
     """The network's weights as flax variables."""
     # Copies: JAX may share an array's memory, and compute with it later than PyTorch changes it.
-    return params_of({key: value.numpy().copy() for key, value in network.state_dict().items()})
+    weights = {key: value.numpy().copy() for key, value in network.state_dict().items()}
+    return jax.tree.map(jnp.array, unflatten_dict(torch_to_flax(weights), sep="/"))
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
@@ -86,10 +90,9 @@ def jax_batch(script: Any, batch: dict[str, np.ndarray]) -> Any:
     return script.Batch(**{key: jnp.asarray(batch[key]) for key in script.Batch._fields})
 
 
-# ==================== parity =============
+# ==================== parity ====================
 
-
-@pytest.mark.parametrize(
+every_network = pytest.mark.parametrize(
     ("network", "twin"),
     [
         (qdagger.QNetwork, qdagger_jax.QNetwork),
@@ -97,24 +100,40 @@ def jax_batch(script: Any, batch: dict[str, np.ndarray]) -> Any:
         (dqn_atari.QNetwork, dqn_atari_jax.QNetwork),
     ],
 )
+
+
+@every_network
 def test_networks(network: Callable, twin: Callable) -> None:
     """The same weights give the same Q-values, and a new network has the same arrays."""
     torch_network = spread(network(A), seed=1)
     observation = observations(np.random.default_rng(0), 4)
     expected = torch_network(torch.from_numpy(observation)).detach().numpy()
-    q_values = twin(A).apply(to_jax(torch_network), observation)
+    q_values = jax.jit(twin(A).apply)(to_jax(torch_network), observation)
     assert q_values.dtype == np.float32
     np.testing.assert_allclose(q_values, expected, rtol=1e-4, atol=1e-4)
     shapes = jax.eval_shape(twin(A).init, jax.random.key(0), observation)
     assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, to_jax(torch_network))
 
 
-@pytest.mark.parametrize(
-    ("network", "twin"), [(qdagger.QNetwork, qdagger_jax.QNetwork), (dqn_atari.QNetwork, dqn_atari_jax.QNetwork)]
-)
-def test_first_weights(network: Callable, twin: Callable) -> None:
+@every_network
+def test_bfloat16_stays_close(network: Callable, twin: Callable) -> None:
+    """Hidden layers are rounded to 8 bits, Q-values are not: they would come in steps of 1/256 of their size."""
+    params, observation = to_jax(network(A)), observations(np.random.default_rng(2), 2)
+    expected, q_values = (
+        np.asarray(jax.jit(twin(A, dtype).apply)(params, observation)) for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert q_values.dtype == np.float32
+    assert not np.array_equal(q_values, q_values.astype(jnp.bfloat16)), "the last layer is rounded to bfloat16"
+    np.testing.assert_allclose(q_values, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+    program = str(jax.make_jaxpr(twin(A, jnp.bfloat16).apply)(params, observation))
+    products = re.findall(r":(\w+)\[[\d,]*\] = (?:conv_general_dilated|dot_general)", program)
+    assert products == ["bf16"] * (len(jax.tree.leaves(params)) // 2 - 1) + ["f32"]
+
+
+@pytest.mark.parametrize(("network", "script"), [(qdagger.QNetwork, qdagger_jax), (dqn_atari.QNetwork, dqn_atari_jax)])
+def test_first_weights(network: Callable, script: Any) -> None:
     """Kernels and biases have the range and the spread of PyTorch's, and no two layers the same numbers."""
-    ours = [to_torch(first_params(twin(A), jax.random.key(seed))) for seed in range(8)]
+    ours = [to_torch(script.first_params(script.QNetwork(A), jax.random.PRNGKey(seed))) for seed in range(8)]
     torch.manual_seed(0)
     theirs = [network(A).state_dict() for _ in range(8)]
     assert ours[0].keys() == theirs[0].keys()
@@ -150,13 +169,10 @@ def check_qdagger_loss(batch: dict[str, np.ndarray], weight: float, temperature:
     student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (2, 3))
     apply = qdagger_jax.QNetwork(A).apply
     torch_side, jax_side = torch_batch(qdagger, batch), jax_batch(qdagger_jax, batch)
-    target = jax.jit(qdagger_jax.td_target, static_argnums=2)(to_jax(target_network), jax_side, apply)
     gradients, losses = jax.jit(jax.grad(qdagger_jax.qdagger_loss, has_aux=True), static_argnums=5)(
-        to_jax(student), target, jax_side, weight, temperature, apply
+        to_jax(student), to_jax(target_network), jax_side, weight, temperature, apply
     )
-    torch_target = qdagger.td_target(target_network, torch_side)
-    np.testing.assert_allclose(target, torch_target.numpy(), rtol=1e-5, atol=1e-5)
-    expected = qdagger.qdagger_loss(student, torch_target, torch_side, weight, temperature)
+    expected = qdagger.qdagger_loss(student, target_network, torch_side, weight, temperature)
     expected.loss.backward()
     for name in ("loss", "td_loss", "distill_loss"):
         assert getattr(losses, name).item() == pytest.approx(getattr(expected, name).item(), rel=1e-5), name
@@ -186,11 +202,10 @@ def test_dqn_loss_and_gradient() -> None:
     online, target_network = (spread(dqn_atari.QNetwork(A), seed) for seed in (5, 6))
     batch, apply = make_batch(7), dqn_atari_jax.QNetwork(A).apply
     torch_side, jax_side = torch_batch(dqn_atari, batch), jax_batch(dqn_atari_jax, batch)
-    loss, q_values = dqn_atari.td_loss(online, dqn_atari.td_target(target_network, torch_side), torch_side)
+    loss, q_values = dqn_atari.dqn_loss(online, target_network, torch_side)
     loss.backward()
-    target = dqn_atari_jax.td_target(to_jax(target_network), jax_side, apply)
-    (twin_loss, twin_q_values), gradients = jax.value_and_grad(dqn_atari_jax.td_loss, has_aux=True)(
-        to_jax(online), target, jax_side, apply
+    gradients, (twin_loss, twin_q_values) = jax.grad(dqn_atari_jax.dqn_loss, has_aux=True)(
+        to_jax(online), to_jax(target_network), jax_side, apply
     )
     assert twin_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     np.testing.assert_allclose(twin_q_values, q_values.detach().numpy(), rtol=1e-4, atol=1e-5)
@@ -206,52 +221,46 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     def look_up(q: jax.Array, state: jax.Array) -> jax.Array:
         return q[state]
 
-    target = qdagger_jax.td_target(q, batch, look_up)
-    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(q, target, batch, 1.0, 0.1, look_up)
+    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(q, q, batch, 1.0, 0.1, look_up)
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)
     assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_updates_are_adams(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three updates in one call leave the weights that three of PyTorch leave; the target network stays.
-
-    On a GPU they are a scan over batches that are drawn at once, which must come out the same.
-    """
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three updates leave the weights that three of PyTorch leave, each draws anew, and the target network stays."""
+    torch_script = qdagger if script is qdagger_jax else dqn_atari
     batches = [make_batch(seed, 2) for seed in (11, 12, 13)]
-    student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (14, 15))
-    network = qdagger_jax.QNetwork(A)
+    student, target_network = (spread(torch_script.QNetwork(A), seed) for seed in (14, 15))
     optimizer = optax.adam(1e-3)
     params = to_jax(student)
-    state = qdagger_jax.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.key(0))
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(jax_batch(qdagger_jax, batch) for batch in batches))
+    state = script.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.PRNGKey(0))
 
-    def sample(rows: Any, key: jax.Array, window: Any, size: int, *rest: Any) -> qdagger_jax.Batch:
-        """All batches at once, or one after the other."""
-        if size > 2:
-            return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
-        return jax.tree.map(lambda x: x[number(key)], stacked)
+    # In place of a ring there are the batches themselves, and the window says which one is drawn.
+    ring = jax.tree.map(lambda *x: jnp.stack(x), *(jax_batch(script, batch) for batch in batches))
+    keys: list[jax.Array] = []
 
-    # The chain of keys tells a traced update which one it is.
-    chain, key = [], state.key
-    for _ in batches:
-        key, sample_key = jax.random.split(key)
-        chain.append(jax.random.key_data(sample_key))
-    chain = jnp.stack(chain)
+    def sample(ring: Any, key: jax.Array, low: int, high: int, args: Any) -> Any:
+        assert args.gamma == 0.9
+        jax.debug.callback(keys.append, key)
+        return jax.tree.map(lambda x: x[low + 0 * high], ring)
 
-    def number(key: jax.Array) -> jax.Array:
-        return (chain == jax.random.key_data(key)).all(axis=1).argmax()
-
-    monkeypatch.setattr(qdagger_jax, "sample", sample)
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    args = qdagger_jax.Args(temperature=0.5, batch_size=2)
-    learn = functools.partial(qdagger_jax.update, args=args, apply=network.apply, optimizer=optimizer)
-    state, losses = jax.jit(learn, static_argnums=4)(state, None, (0, 1), 0.7, 3)
+    monkeypatch.setattr(script, "sample", sample)
+    args = script.Args(gamma=0.9)
+    args.temperature = 0.5
+    learn = jax.jit(functools.partial(script.update, args=args, apply=script.QNetwork(A).apply, optimizer=optimizer))
+    for i in range(3):
+        state, losses = learn(state, ring, i, 9, *((0.7,) if script is qdagger_jax else ()))
+    jax.effects_barrier()
+    assert len({tuple(key.tolist()) for key in keys}) == 3
 
     adam = torch.optim.Adam(student.parameters(), lr=1e-3)
     for batch in batches:
-        torch_side = torch_batch(qdagger, batch)
-        expected = qdagger.qdagger_loss(student, qdagger.td_target(target_network, torch_side), torch_side, 0.7, 0.5)
+        torch_side = torch_batch(torch_script, batch)
+        if script is qdagger_jax:
+            expected = qdagger.qdagger_loss(student, target_network, torch_side, 0.7, 0.5)
+        else:
+            expected = dqn_atari.dqn_loss(student, target_network, torch_side)
         adam.zero_grad()
         expected.loss.backward()
         adam.step()
@@ -271,7 +280,7 @@ def test_learning_rate_rises(warmup: int, tmp_path: Path, monkeypatch: pytest.Mo
     made = []
     adam = optax.adam
     monkeypatch.setattr(optax, "adam", lambda learning_rate: made.append(adam(learning_rate)) or made[-1])
-    monkeypatch.setattr(resume.Run, "evaluate", lambda *args: 1 / 0)  # far enough
+    monkeypatch.setattr(Run, "evaluate", lambda *args: 1 / 0)  # far enough
     monkeypatch.chdir(tmp_path)
     args = tiny(write_teacher(tmp_path), learning_rate=1e-3, warmup_updates=warmup)
     with pytest.raises(ZeroDivisionError):
@@ -316,48 +325,17 @@ def test_max_pool_is_flaxs(height: int, width: int, seed: int, values: int) -> N
     def reference(x: jax.Array) -> jax.Array:
         return flax.linen.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
 
-    pooled, pull = jax.vjp(max_pool, x)
-    expected, expected_pull = jax.vjp(reference, x)
+    # Integers: sums of them are exact in any order.
+    gradient = rng.integers(-8, 8, jax.eval_shape(reference, x).shape).astype(np.float32)
+
+    @jax.jit
+    def both(x: jax.Array, gradient: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        pairs = (jax.vjp(pool, x) for pool in (max_pool, reference))
+        return [(pooled, pull(gradient)[0]) for pooled, pull in pairs]
+
+    (pooled, pulled), (expected, expected_pulled) = both(x, gradient)
     np.testing.assert_array_equal(pooled, expected)
-    gradient = rng.integers(-8, 8, pooled.shape).astype(np.float32)  # integers: sums are exact in any order
-    np.testing.assert_array_equal(pull(gradient)[0], expected_pull(gradient)[0])
-
-
-@settings(max_examples=8)
-@given(stride=st.integers(1, 3), blocks=st.integers(1, 3), more=st.tuples(st.integers(0, 3), st.integers(0, 3)))
-def test_strided_conv_is_a_convolution(stride: int, blocks: int, more: tuple[int, int]) -> None:
-    """By the book in float64, for products and for convolutions; products of bfloat16 are summed in float32."""
-    rng, size = np.random.default_rng(stride), stride * blocks
-    x = rng.normal(size=(2, *(stride * (blocks + n) for n in more), 3))
-    kernel, bias = rng.normal(size=(size, size, 3, 5)), rng.normal(size=5)
-    variables = jax.tree.map(np.float32, {"params": {"kernel": kernel, "bias": bias}})
-
-    def expected(dtype: Any) -> np.ndarray:
-        image, weights = (np.asarray(array, dtype).astype(np.float64) for array in (x, kernel))
-        windows = np.lib.stride_tricks.sliding_window_view(image, (size, size), axis=(1, 2))[:, ::stride, ::stride]
-        return np.einsum("bhwcij,ijcd->bhwd", windows, weights) + bias
-
-    for backend, dtype, tolerance in (
-        ("cpu", jnp.float32, 1e-4),
-        ("cpu", jnp.bfloat16, 1e-4),
-        ("gpu", jnp.float32, 1e-4),
-        ("gpu", jnp.bfloat16, 0.2),
-    ):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax, "default_backend", lambda backend=backend: backend)
-            result = StridedConv(5, size, stride, dtype).apply(variables, np.float32(x))
-        assert result.dtype == (jnp.float32 if backend == "cpu" else dtype)
-        np.testing.assert_allclose(np.asarray(result, np.float64), expected(dtype), rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("flags", ["sse2 avx512_bf16 avx512_fp16", "sse2 avx512f"])
-def test_bfloat16_where_it_is_faster(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU everywhere, on a CPU that has it in products only, and nowhere if it is not wanted."""
-    monkeypatch.setattr(Path, "read_text", lambda self: f"model name: a processor\nflags: {flags}\n")
-    for backend, products, expected in (("gpu", False, True), ("cpu", False, False), ("cpu", True, "bf16" in flags)):
-        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-        assert fast_dtype(True, products) == (jnp.bfloat16 if expected else jnp.float32)
-        assert fast_dtype(False, products) == jnp.float32
+    np.testing.assert_array_equal(pulled, expected_pulled)
 
 
 # ==================== files ====================
@@ -370,7 +348,7 @@ def test_convert_there_and_back(network: Callable, tmp_path: Path) -> None:
     torch.save(original, tmp_path / "torch")
     assert convert(tmp_path / "torch", tmp_path / "new" / "flax") == "flax"
     twin = qdagger_jax.QNetwork(A) if network is qdagger.QNetwork else qdagger_jax.TeacherNetwork(A)
-    target = twin.init(jax.random.key(0), np.zeros((1, 4, 84, 84), np.uint8))
+    target = jax.tree.map(lambda array: np.zeros(array.shape), qdagger_jax.shapes_of(twin))
     restored = flax.serialization.from_bytes(target, (tmp_path / "new" / "flax").read_bytes())
     for name, value in to_torch(restored).items():
         np.testing.assert_array_equal(value, original[name].numpy())
@@ -383,8 +361,9 @@ def test_convert_there_and_back(network: Callable, tmp_path: Path) -> None:
 def test_embedded_teachers_are_one() -> None:
     """Both demos have the same teacher."""
     folder = REPO / "teachers"
-    weights = read_weights(folder / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model")
-    twin_weights = read_weights(folder / "PongNoFrameskip-v4-dqn_atari_jax-seed1" / "dqn_atari_jax.cleanrl_model")
+    weights = read_torch(folder / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model")
+    flax_file = folder / "PongNoFrameskip-v4-dqn_atari_jax-seed1" / "dqn_atari_jax.cleanrl_model"
+    twin_weights = flax_to_torch(read_flax(flax_file))
     assert weights.keys() == twin_weights.keys()
     assert all(np.array_equal(weights[key], twin_weights[key]) for key in weights)
 
@@ -402,36 +381,49 @@ def test_convert_refuses(tmp_path: Path) -> None:
     assert (tmp_path / "text").read_text() == "hello"
 
 
-def test_save_model_is_what_flax_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+def test_save_model_is_what_flax_writes(script: Any, tmp_path: Path) -> None:
     """To the byte."""
-    params = to_jax(spread(qdagger.TeacherNetwork(A), seed=10))
-    save_model(params, tmp_path / "model")
+    params = script.first_params(script.QNetwork(A), jax.random.PRNGKey(10))
+    script.save_model(params, tmp_path / "model")
     assert (tmp_path / "model").read_bytes() == flax.serialization.to_bytes(params)
 
 
 def test_both_evaluations_play_the_same_games(tmp_path: Path) -> None:
     """One model, two backends, one score: rounding aside, which does not decide between actions here."""
     teacher = write_teacher(tmp_path)
-    flags = {"model": str(teacher / "dqn_atari.cleanrl_model"), "env_id": GAME, "episodes": 3, "epsilon": 0.5}
+    model = str(teacher / "dqn_atari.cleanrl_model")
+    flags = {"model": model, "env_id": GAME, "episodes": 3, "epsilon": 0.5, "bf16": False}
     expected = dqn_eval.evaluate(dqn_eval.Args(**flags))
     np.testing.assert_array_equal(dqn_jax_eval.evaluate(dqn_jax_eval.Args(**flags)), expected)
 
 
-def test_q_function_of_any_batch() -> None:
+class Captured(Exception):
+    """Ends a run that has shown what it was begun for."""
+
+
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+def test_players_take_any_batch(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Games of an evaluation end one by one; what is left gets the Q-values that it would get alone."""
-    network = qdagger_jax.TeacherNetwork(A)
-    params = to_jax(spread(qdagger.TeacherNetwork(A), seed=16))
-    q_function = make_q_function(jax.jit(network.apply), lambda: params)
-    observation = observations(np.random.default_rng(3), 5)
-    expected = np.concatenate([network.apply(params, row[None]) for row in observation])
-    for size in (1, 2, 3, 5):
-        q_values = q_function(observation[:size])
-        assert q_values.shape == (size, A)
-        np.testing.assert_allclose(q_values, expected[:size], rtol=1e-4, atol=1e-5)
+
+    def capture(run: Run, name: str, q_function: Callable[[np.ndarray], np.ndarray], episodes: int) -> None:
+        observation = observations(np.random.default_rng(3), 5)
+        expected = np.concatenate([q_function(row[None]) for row in observation])
+        assert expected.std(axis=0).min() > 0
+        for size in (1, 2, 3, 5):
+            q_values = q_function(observation[:size])
+            assert q_values.shape == (size, 18)
+            np.testing.assert_allclose(q_values, expected[:size], rtol=1e-4, atol=1e-5)
+        raise Captured
+
+    monkeypatch.setattr(Run, "evaluate", capture)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Captured):
+        script.main(twin(tiny(write_teacher(tmp_path), train_frequency=60, **SIZES), script))
 
 
-def test_compiled_programs_are_kept_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In the user's cache, or where they said; those for a CPU only if they said so."""
+def test_what_is_only_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """bfloat16; and compiled programs are kept in the user's cache, or where they said, for a CPU only if so."""
     was, elsewhere = jax.config.jax_compilation_cache_dir, str(tmp_path / "elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = []
@@ -439,7 +431,8 @@ def test_compiled_programs_are_kept_for_a_gpu(monkeypatch: pytest.MonkeyPatch, t
         for backend, given in (("cpu", None), ("gpu", None), ("gpu", elsewhere), ("cpu", elsewhere)):
             jax.config.update("jax_compilation_cache_dir", given)
             monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
-            assert pick_device() == (backend == "cpu")
+            assert pick_jax_device(bf16=True) == (jnp.float32 if backend == "cpu" else jnp.bfloat16)
+            assert pick_jax_device(bf16=False) == jnp.float32
             found.append(jax.config.jax_compilation_cache_dir)
     finally:
         jax.config.update("jax_compilation_cache_dir", was)
@@ -475,26 +468,26 @@ def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", count)
     monkeypatch.chdir(tmp_path)
-    sizes = {"num_envs": 8, "teacher_steps": 160, "offline_steps": 0, "total_timesteps": 400, "learning_starts": 80}
+    sizes = SIZES | {"offline_steps": 0, "total_timesteps": 240, "learning_starts": 80}
     teacher = write_teacher(tmp_path / "teacher")
     args = tiny(teacher, **sizes, train_frequency=4, target_network_frequency=40)
     qdagger_jax.main(twin(args, qdagger_jax))
-    # Rows 0 to 9 fill the replay; updates begin with row 10, and the target network moves in one of rows 10 to 14.
-    assert len(seen) == 50
+    # Steps 0 to 9 fill the replay; updates begin with step 10, and the target network moves in one of steps 10 to 14.
+    assert len(seen) == 30
     assert seen[9] > 0
-    assert seen[15:] == [seen[15]] * 35
+    assert seen[15:] == [seen[15]] * 15
 
 
 @pytest.mark.parametrize("script", ["qdagger_dqn_atari_jax_impalacnn", "dqn_atari_jax"])
 def test_runs_without_torch(script: str, tmp_path: Path) -> None:
     """From start to end where PyTorch can't be imported; a teacher of PyTorch then gets one line."""
-    weights = read_weights(write_teacher(tmp_path / "torch") / "dqn_atari.cleanrl_model")
+    weights = read_torch(write_teacher(tmp_path / "torch") / "dqn_atari.cleanrl_model")
     (tmp_path / "flax").mkdir()
     write_flax(tmp_path / "flax" / "dqn_atari_jax.cleanrl_model", torch_to_flax(weights))
-    flags = f"--env-id {GAME} --num-envs 2 --buffer-size 100 --total-timesteps 60 --learning-starts 40 --batch-size 4 "
+    flags = f"--env-id {GAME} --num-envs 8 --buffer-size 160 --total-timesteps 64 --learning-starts 40 --batch-size 4 "
     flags += "--eval-episodes 1 --end-e 0.8 --save-model --train-frequency 8"
     if script.startswith("qdagger"):
-        flags += " --teacher-steps 40 --offline-steps 2 --teacher-eval-episodes 1 --teacher-policy-hf-repo "
+        flags += " --teacher-steps 160 --offline-steps 2 --teacher-eval-episodes 1 --teacher-policy-hf-repo "
     (tmp_path / "no").mkdir()
     (tmp_path / "no" / "torch.py").write_text("raise ImportError('No module named torch')")
 
@@ -505,7 +498,7 @@ def test_runs_without_torch(script: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     run_dir = only((tmp_path / "runs").iterdir())
     assert read_scalars(run_dir)["eval/episodic_return"]
-    weights = read_weights(run_dir / f"{script}.cleanrl_model")
+    weights = read_flax(run_dir / f"{script}.cleanrl_model")
     assert len(weights) == (34 if script.startswith("qdagger") else 10)
     if script.startswith("qdagger"):
         result = run(flags + "torch --teacher-model-exp-name dqn_atari")
@@ -516,16 +509,19 @@ def test_runs_without_torch(script: str, tmp_path: Path) -> None:
 
 
 def test_same_seed_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the same scalars, but for those that time something; another seed gives others."""
+    """Twice the same scalars, but for those that time something, and the same models; another seed gives others."""
     teacher = write_teacher(tmp_path / "teacher")
-    runs = []
+    scalars, models = [], []
     for name, seed in (("first", 3), ("second", 3), ("other", 4)):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        sizes = {"offline_steps": 100, "offline_eval_frequency": 100, "train_frequency": 10, "total_timesteps": 300}
-        qdagger_jax.main(twin(tiny(teacher, seed=seed, **sizes), qdagger_jax))
-        scalars = read_scalars(only(Path("runs").iterdir()))
-        runs.append({tag: events for tag, events in scalars.items() if "SPS" not in tag and "per_second" not in tag})
-    assert {"losses/td_loss", "charts/offline/loss"} <= runs[0].keys()
-    assert runs[0] == runs[1]
-    assert runs[0]["losses/td_loss"] != runs[2]["losses/td_loss"]
+        sizes = SIZES | {"offline_steps": 10, "offline_eval_frequency": 10, "total_timesteps": 200}
+        qdagger_jax.main(twin(tiny(teacher, seed=seed, train_frequency=10, save_model=True, **sizes), qdagger_jax))
+        run_dir = only(Path("runs").iterdir())
+        models.append([path.read_bytes() for path in sorted(run_dir.glob("*.cleanrl_model"))])
+        scalars.append({tag: events for tag, events in read_scalars(run_dir).items() if tag not in TIMED_TAGS})
+    assert "losses/td_loss" in scalars[0]
+    assert len(models[0]) == 2
+    assert (scalars[0], models[0]) == (scalars[1], models[1])
+    assert scalars[0]["losses/td_loss"] != scalars[2]["losses/td_loss"]
+    assert all(a != b for a, b in zip(models[0], models[2], strict=True))

@@ -4,7 +4,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import dqn_atari
 import numpy as np
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cleanrl_utils.atari import Step
-from cleanrl_utils.torch_speed import CudaGraph, WorkingCopy, cuda_graphs, pinned
-from cleanrl_utils.torch_utils import make_q_function
+from cleanrl_utils.device import CudaGraph, pick_torch_device
 
 Weights = dict[str, np.ndarray]
 """A state dict in float64"""
@@ -234,43 +233,36 @@ def test_forward(network_class: type[torch.nn.Module], reference: object, channe
     np.testing.assert_array_equal(given.numpy(), observation)
 
 
-@pytest.mark.parametrize("network_class", [qdagger.QNetwork, dqn_atari.QNetwork])
+@pytest.mark.parametrize("network_class", [qdagger.QNetwork, qdagger.TeacherNetwork, dqn_atari.QNetwork])
 def test_bfloat16_stays_close(network_class: type[torch.nn.Module]) -> None:
     """Hidden layers are rounded to 8 bits, Q-values are not: they would come in steps of 1/256 of their size."""
-    exact = network_class(6)
-    rounded = WorkingCopy(exact, bf16=True).network
+    network = network_class(6)
     observation = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (4, 4, 84, 84), dtype=np.uint8))
-    expected, q_values = exact(observation), rounded(observation)
+    expected = network(observation)
+    with torch.autocast("cpu", torch.bfloat16):
+        q_values = network(observation)
     assert q_values.dtype == torch.float32
-    assert not torch.equal(q_values, expected), "bf16=True computes in float32"
+    assert not torch.equal(q_values, expected), "autocast computes in float32"
     assert not torch.equal(q_values, q_values.bfloat16().float()), "the last layer is rounded to bfloat16"
     torch.testing.assert_close(q_values, expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("network_class", [qdagger.QNetwork, dqn_atari.QNetwork])
-def test_working_copy_learns_as_autocast_does(network_class: type[torch.nn.Module]) -> None:
-    """The same Q-values and the same float32 weights, to the last bit, step by step."""
-    network = network_class(6).to(memory_format=torch.channels_last)
-    cast = copy.deepcopy(network)
-    working, rng = WorkingCopy(network, bf16=True), np.random.default_rng(3)
-    optimizer, other = (torch.optim.Adam(x.parameters(), lr=1e-3, fused=True) for x in (network, cast))
-    for _ in range(4):
-        observation = torch.from_numpy(rng.integers(0, 256, (3, 4, 84, 84), dtype=np.uint8))
-        target = torch.from_numpy(rng.normal(size=(3, 6)).astype(np.float32))
-        q_values = working.network(observation)
-        working.network.zero_grad()
-        torch.nn.functional.mse_loss(q_values, target).backward()
-        working.step(optimizer)
-
-        with torch.autocast("cpu", torch.bfloat16):
-            hidden = cast.network[:-1](observation.to(memory_format=torch.channels_last) / 255.0)
-        expected = cast.network[-1](hidden.float())
-        other.zero_grad()
-        torch.nn.functional.mse_loss(expected, target).backward()
-        other.step()
-        assert torch.equal(q_values, expected)
-        for (name, a), b in zip(network.named_parameters(), cast.parameters(), strict=True):
-            assert torch.equal(a, b), name
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("in_hardware", [False, True])
+def test_bfloat16_where_the_hardware_has_it(kind: str, in_hardware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated it is slower than float32."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: in_hardware or including_emulation
+    )
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: in_hardware)
+    for bf16 in (False, True):
+        device, autocast = pick_torch_device(True, bf16)
+        assert device.type == kind
+        with autocast:
+            assert torch.is_autocast_enabled(kind) == (bf16 and in_hardware)
+            assert torch.get_autocast_dtype(kind) == torch.bfloat16
+    assert pick_torch_device(False, True)[0].type == "cpu"
 
 
 # ==================== loss and its gradient at the Q-values ====================
@@ -308,7 +300,7 @@ def test_loss_and_its_gradient(
     td, kl = reference_losses(q[state], action, target, teacher_q, temperature)
 
     table = Table(q.copy())
-    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, weight, temperature)
+    losses = qdagger.qdagger_loss(table, table, batch, weight, temperature)
     np.testing.assert_allclose(losses.td_loss.item(), td, rtol=1e-10)
     np.testing.assert_allclose(losses.distill_loss.item(), kl, rtol=1e-8, atol=1e-12)
     np.testing.assert_allclose(losses.loss.item(), td + weight * kl, rtol=1e-8, atol=1e-12)
@@ -322,7 +314,7 @@ def test_loss_and_its_gradient(
     dqn_table, dqn_target = Table(q.copy()), Table(bootstrap_q)
     target = td_target(batch, bootstrap_q[next_state])
     dqn_batch = dqn_atari.Batch(*batch[:5])
-    loss, taken = dqn_atari.td_loss(dqn_table, dqn_atari.td_target(dqn_target, dqn_batch), dqn_batch)
+    loss, taken = dqn_atari.dqn_loss(dqn_table, dqn_target, dqn_batch)
     td, _ = reference_losses(q[state], action, target, teacher_q, temperature)
     np.testing.assert_allclose(loss.item(), td, rtol=1e-10)
     np.testing.assert_array_equal(taken.detach().numpy(), q[state, action])
@@ -353,7 +345,7 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     zeros = torch.zeros(2, dtype=torch.float64)
     teacher_q = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]], dtype=torch.float64)
     batch = qdagger.Batch(torch.arange(2), torch.tensor([0, 1]), zeros, torch.arange(2), zeros, teacher_q)
-    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, 1.0, 0.1)
+    losses = qdagger.qdagger_loss(table, table, batch, 1.0, 0.1)
     losses.loss.backward()
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # one row: certain of an action 5e3 below; one: 0
     assert torch.isfinite(table.q_values.grad).all()
@@ -375,7 +367,7 @@ def test_losses_in_float32(weight: float, temperature: float) -> None:
     td, kl = reference_losses(
         q, batch.action.numpy(), target, batch.teacher_q_values.numpy().astype(float), temperature
     )
-    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, weight, temperature)
+    losses = qdagger.qdagger_loss(student, target_network, batch, weight, temperature)
     assert losses.td_loss.item() == pytest.approx(td, rel=1e-5)
     assert losses.distill_loss.item() == pytest.approx(kl, rel=1e-5)
     assert losses.loss.item() == pytest.approx(td + weight * kl, rel=1e-5)
@@ -391,7 +383,7 @@ def test_gradient_of_every_parameter() -> None:
     student = spread(qdagger.QNetwork(4), seed=20)
     target_network = spread(qdagger.QNetwork(4), seed=21)
     batch = make_batch(rng, 3, 4, torch.float64)
-    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, 0.7, 0.5)
+    losses = qdagger.qdagger_loss(student, target_network, batch, 0.7, 0.5)
     losses.loss.backward()
 
     weights, action, teacher_q = float64_weights(student), batch.action.numpy(), batch.teacher_q_values.numpy()
@@ -415,22 +407,117 @@ def test_gradient_of_every_parameter() -> None:
         assert (ahead - behind) / (2 * eps) == pytest.approx((gradient * direction).sum(), rel=1e-4), name
 
 
-def test_only_the_student_learns() -> None:
-    """After an update the target network and the teacher have no gradient and the weights that they had."""
-    rng = np.random.default_rng(6)
-    student, target_network, teacher = qdagger.QNetwork(6), qdagger.QNetwork(6), qdagger.TeacherNetwork(6)
-    batch = make_batch(rng, 3, 6)
-    teacher_q_values = qdagger.make_q_function(teacher, torch.device("cpu"))(batch.observation.numpy())
-    batch = batch._replace(teacher_q_values=torch.from_numpy(teacher_q_values))
-    before = [copy.deepcopy(network.state_dict()) for network in (student, target_network, teacher)]
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-3)
-    qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, 1.0, 0.1).loss.backward()
-    optimizer.step()
-    assert all(parameter.grad is not None for parameter in student.parameters())
-    assert all(parameter.grad is None for network in (target_network, teacher) for parameter in network.parameters())
-    for network, weights in zip((target_network, teacher), before[1:], strict=True):
-        assert all(torch.equal(value, weights[key]) for key, value in network.state_dict().items())
-    assert not any(torch.equal(value, before[0][key]) for key, value in student.state_dict().items())
+class Learner(NamedTuple):
+    """What a script's updates are made of."""
+
+    update: Callable[..., Any]
+    replay: Any
+    q_network: torch.nn.Module
+    target_network: torch.nn.Module
+    rng: np.random.Generator
+
+    def step(self) -> tuple:
+        """A step of two games, as the replay wants it, with random numbers in all that is kept."""
+        rng, device = self.rng, self.replay.ring.frame.device
+        observation = torch.from_numpy(rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)).to(device)
+        reward, flags = rng.integers(-1, 2, 2, dtype=np.int32), rng.random((2, 2)) < 0.1
+        result = Step(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], games=[])
+        step = observation, rng.integers(0, 6, 2), result
+        if "teacher_q_values" not in self.replay.ring._fields:
+            return step
+        return *step, torch.from_numpy(rng.normal(size=(2, 6)).astype(np.float32)).to(device)
+
+
+class MetaGenerator(torch.Generator):
+    """The numbers of a device without data, that of "meta" tensors."""
+
+    device = torch.device("meta")
+
+
+def learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bool = False) -> Learner:
+    """Updates with a replay of 15 steps, which 20 have filled, of two networks that differ."""
+    args = script.Args(num_envs=2, n_step=3, batch_size=8, buffer_size=30)
+    args.temperature = 0.5
+    torch.manual_seed(7)
+    replay = script.Replay(*((30, 6, args) if script is qdagger else (args,)), torch.device(device))
+    q_network, target_network = (script.QNetwork(6).to(device, memory_format=torch.channels_last) for _ in range(2))
+    if device == "cpu":
+        optimizer = torch.optim.Adam(q_network.parameters(), lr=1e-3, fused=True)
+    else:
+        optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)  # Adam refuses
+    generator = (torch.Generator if device == "cpu" else MetaGenerator)().manual_seed(7)
+    autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
+    update = script.make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+    made = Learner(
+        CudaGraph(update, generator) if graph else update, replay, q_network, target_network, np.random.default_rng(7)
+    )
+    for _ in range(20):
+        replay.add(*made.step())
+    return made
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+def test_update_is_a_draw_a_loss_and_a_step(script: Any, bf16: bool) -> None:
+    """λ and the learning rate are those of the call, the step is Adam's, and nothing but the student changes."""
+    made, autocast = learner(script, bf16=bf16), torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    student, target_weights = copy.deepcopy(made.q_network), copy.deepcopy(made.target_network.state_dict())
+    generator = torch.Generator().manual_seed(7)
+    adam = torch.optim.Adam(student.parameters(), lr=1e-3, fused=True)
+    for weight, learning_rate in ((1.0, 1e-3), (0.3, 5e-4), (0.0, 2e-3)):
+        batch = made.replay.sample(8, *made.replay.window, generator)
+        if script is qdagger:
+            adam.param_groups[0]["lr"] = learning_rate
+            with autocast:
+                expected = qdagger.qdagger_loss(student, made.target_network, batch, weight, 0.5)
+            losses = made.update(*made.replay.window, weight, learning_rate)
+        else:
+            with autocast:
+                expected = dqn_atari.dqn_loss(student, made.target_network, batch)
+            losses = made.update(*made.replay.window)
+        adam.zero_grad()
+        expected.loss.backward()
+        adam.step()
+        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(made.q_network.parameters(), student.parameters(), strict=True))
+        made.replay.add(*made.step())
+    assert all(parameter.grad is None for parameter in made.target_network.parameters())
+    assert all(torch.equal(value, target_weights[key]) for key, value in made.target_network.state_dict().items())
+
+
+class NothingWaits(TorchDispatchMode):
+    """Finds what would make the host wait for a GPU, for which the device without data stands in.
+
+    That one raises by itself where the host asks for a number of it or for a shape that depends on its data. So what
+    remains are copies between it and the host: they must be asked for as such, and to go on in the background.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if len(devices) > 1:
+            assert func.overloadpacket is torch.ops.aten.copy_, f"{func} of tensors on {devices}"
+            assert args[2:] == (True,), "a copy that waits"
+        return result
+
+
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+def test_nothing_waits_for_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates, moves of the target network, the teacher's forward pass, and what adds to the replay."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no such device
+    made = learner(script, "meta")
+    changing = (0.5, 1e-3) if script is qdagger else ()
+    inputs = *made.replay.window, *changing
+    tensors = [torch.as_tensor(value, device="meta") for value in inputs]
+    teacher = (qdagger.TeacherNetwork if script is qdagger else script.QNetwork)(6).to("meta")
+    step = made.step()
+    with NothingWaits():
+        made.update(*inputs)
+        made.update(*tensors)  # as in a CUDA graph
+        script.update_target(made.target_network, made.q_network, 0.5)
+        teacher(torch.empty(2, 4, 84, 84, dtype=torch.uint8, device="meta"))
+        made.replay.add(*step)
 
 
 # ==================== updates as CUDA graphs ====================
@@ -455,7 +542,6 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        assert func.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), "waits"
         if generator := kwargs.get("generator"):  # another wrapper of the same one
             assert any(torch.equal(generator.get_state(), x.get_state()) for x in self.generators), "not registered"
         result = func(*args, **kwargs)
@@ -492,89 +578,22 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def learner(script: Any, device: torch.device, bf16: bool) -> tuple[Callable, Any, torch.nn.Module]:
-    """A script's updates with a small replay, the replay, and the network that learns."""
-    args = script.Args(num_envs=2, n_step=3, batch_size=8, cuda_graph=False)
-    rng = np.random.default_rng(7)
-    torch.manual_seed(7)
-    replay = script.Replay(*((60, 6, args) if script is qdagger else (args,)), device)
-    student, target_network = (script.QNetwork(6).to(device) for _ in range(2))
-    optimizer = torch.optim.Adam(student.parameters(), lr=1e-3, fused=True, capturable=device.type == "cuda")
-    copies = (WorkingCopy(network, bf16) for network in (student, target_network))
-    return (
-        script.make_update(*copies, optimizer, replay, args),
-        SimpleNamespace(replay=replay, add=lambda: add_random_row(script, replay, rng)),
-        student,
-    )
-
-
-def add_random_row(script: Any, replay: Any, rng: np.random.Generator) -> None:
-    """A step of two games with random numbers in all that is kept of it."""
-    step = Step(
-        observation=rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8),
-        reward=rng.integers(-1, 2, 2, dtype=np.int32),
-        terminated=rng.random(2) < 0.1,
-        truncated=np.zeros(2, bool),
-        reset=np.zeros(2, bool),
-        games=[],
-    )
-    teacher_q_values = rng.normal(size=(2, 6)).astype(np.float32)
-    row = step.observation, rng.integers(0, 6, 2), step
-    replay.add(*row, teacher_q_values) if script is qdagger else replay.add(*row)
-
-
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("script", [qdagger, dqn_atari])
 def test_graph_and_plain_updates_are_the_same(script: Any, bf16: bool, graphs: list[Recording]) -> None:
-    """All updates give the same losses, batches and weights, to the last bit, whether one or two are due.
+    """All updates give the same losses, batches and weights, to the last bit.
 
-    Meanwhile the replay grows, λ falls and the learning rate rises, by numbers that float32 holds exactly.
+    Meanwhile the replay's window moves, λ falls and the learning rate rises, by numbers that float32 holds exactly.
     """
-    device = torch.device("cpu")
-    (plain, plain_side, student), (function, side, graph_student) = (learner(script, device, bf16) for _ in range(2))
-    graphed = cuda_graphs(function, device, side.replay.generator)
-    for _ in range(8):
-        plain_side.add(), side.add()
-    for i in range(14):
-        plain_side.add(), side.add()
-        count = 1 + i % 2
-        changing = (1 - i / 16, [2**-13 * (i + 1), 2**-12][:count]) if script is qdagger else ()
-        fixed = {} if script is qdagger else {"count": count}
-        expected = plain(*plain_side.replay.window, *changing, **fixed)
-        got = graphed(*side.replay.window, *changing, **fixed)
-        for a, b in zip(torch.utils._pytree.tree_leaves(expected), torch.utils._pytree.tree_leaves(got), strict=True):
+    plain, graphed = (learner(script, bf16=bf16, graph=graph) for graph in (False, True))
+    for i in range(8):
+        changing = (1 - i / 16, 2**-13 * (i + 1)) if script is qdagger else ()
+        expected, got = (made.update(*made.replay.window, *changing) for made in (plain, graphed))
+        for a, b in zip(expected, got, strict=True):
             assert not a.requires_grad
             assert torch.equal(a, b), i
-        for a, b in zip(student.parameters(), graph_student.parameters(), strict=True):
+        for a, b in zip(plain.q_network.parameters(), graphed.q_network.parameters(), strict=True):
             assert torch.equal(a, b), i
-    assert [graph.replays for graph in graphs] == 2 * [7 - CudaGraph.CALLS_BEFORE]
-
-
-def test_graphs_of_a_network(graphs: list[Recording]) -> None:
-    """Q-values follow observations and weights, whatever the number of games; one graph for each power of two."""
-    network, rng = dqn_atari.QNetwork(6), np.random.default_rng(8)
-    plain, graphed = (make_q_function(network, torch.device("cpu"), graph) for graph in (False, True))
-    for size in (4, 3, 4, 1, 4, 3, 4, 3, 1):
-        observation = rng.integers(0, 256, (size, 4, 84, 84), dtype=np.uint8)
-        np.testing.assert_allclose(graphed(observation), plain(observation), rtol=0, atol=1e-6)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.mul_(1.1)
-    assert len(graphs) == 2
-
-
-def test_what_a_gpu_copies_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one piece; nothing is pinned for the CPU, nor what is on a device already."""
-    made: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: made.append(tensor) or tensor)
-    frames = np.random.default_rng(9).integers(0, 256, (3, 4, 5), dtype=np.uint8)[:, -1]
-    given = pinned(frames, torch.device("cuda"))
-    assert len(made) == 1
-    assert given is made[0]
-    assert given.is_contiguous()
-    np.testing.assert_array_equal(given.numpy(), frames)
-    assert pinned(frames, torch.device("cpu")).data_ptr() == torch.from_numpy(frames).data_ptr()
-    elsewhere = torch.empty(3, device="meta")
-    assert pinned(elsewhere, torch.device("cuda")) is elsewhere
-    assert pinned([0.5, 0.25], torch.device("cuda")).dtype == torch.float32
-    assert len(made) == 2
+        for made in (plain, graphed):
+            made.replay.add(*made.step())
+    assert [graph.replays for graph in graphs] == [8 - CudaGraph.CALLS_BEFORE]

@@ -1,6 +1,6 @@
 """Kills a run with SIGKILL at random moments, over and over, resumes it, and counts its steps in the end.
 
-    python tests/torture.py --kills 25 --backend jax
+    python tests/torture.py --kills 100 --backend jax
 
 Checkpoints are written at every iteration, so that most kills come in the middle of one. Children are forked from a
 process that has the libraries loaded, which starting them anew each time would take most of the time for. JAX bears
@@ -8,6 +8,7 @@ that as long as the parent computes nothing with it: its threads begin with the 
 """
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -23,16 +24,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl"), str(ROOT / "tests")]
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax  # noqa: E402
 from test_cli import only, read_scalars, tiny, twin, write_teacher  # noqa: E402
 
-from cleanrl_utils import resume, torch_utils  # noqa: E402
+from cleanrl_utils import device, run  # noqa: E402
 from cleanrl_utils.checkpoint import CheckpointStore  # noqa: E402
-from cleanrl_utils.errors import UserError  # noqa: E402
-from cleanrl_utils.resume import parse_args  # noqa: E402
+from cleanrl_utils.checks import UserError  # noqa: E402
+from cleanrl_utils.run import parse_args  # noqa: E402
 
-PHASES = {1: "teacher", 2: "teacher data", 3: "offline", 4: "online", 5: "evaluation", 6: "upload"}
+PHASES = ("teacher", "teacher data", "offline", "online", "evaluation", "upload")
 
 
 def start(function: Callable[[], None]) -> int:
@@ -62,26 +64,38 @@ def newest() -> int:
     return max((int(path.stem) for path in Path().glob("runs/*/checkpoint/*.state")), default=0)
 
 
+def check_replay(store: CheckpointStore) -> None:
+    """Sees that in the replay of the loaded checkpoint every step that a new game follows is a final frame."""
+    steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for segment in store._segments:
+        with np.load(store.directory / segment.file) as arrays:
+            steps |= {segment.low + i: row for i, row in enumerate(zip(arrays["age"], arrays["valid"], strict=True))}
+    for step in steps.keys() & {step - 1 for step in steps}:
+        if not np.array_equal(steps[step + 1][0] == 0, ~steps[step][1]):
+            sys.exit(f"a transition leads from one game to another at step {step}; see {os.getcwd()}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=25)
+    parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=["torch", "jax"], default="torch")
     options = parser.parse_args()
     script = {"torch": qdagger, "jax": qdagger_jax}[options.backend]
     rng = random.Random(options.seed)
-    torch_utils.available_cores = lambda: 1
-    resume.WRITING = 1e9  # hardly a step is made between two checkpoints
+    device.available_cores = lambda: 1
+    run.WRITING = 1e9  # hardly a step is made between two checkpoints
     folder = Path(tempfile.mkdtemp(prefix="torture"))
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # the children compile the same
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     teacher = write_teacher(folder / "teacher")
-    sizes = {"teacher_steps": 60, "offline_steps": 200, "offline_eval_frequency": 100, "total_timesteps": 400}
-    args = tiny(teacher, checkpoint_minutes=1e-9, learning_starts=40, train_frequency=10, save_model=True, **sizes)
-    args = twin(args, script)
+    hundreds = 1 + options.kills // 100
+    sizes = {"teacher_steps": 60, "offline_steps": 100 * hundreds, "total_timesteps": 200 * hundreds}
+    sizes |= {"learning_starts": 40, "train_frequency": 10, "offline_eval_frequency": 100}
+    args = twin(tiny(teacher, checkpoint_minutes=1e-9, save_model=True, **sizes), script)
     killed: Counter[str] = Counter()
     restarts, in_write = 0, 0
-    checkpoints = 60 // 2 + 200 + 400 // 2  # one for each iteration
+    checkpoints = args.teacher_steps // 2 + args.offline_steps + args.total_timesteps // 2  # one for each iteration
     run_dir, kills = None, 0
     while True:
         if run_dir is None:
@@ -119,29 +133,35 @@ def main() -> None:
         in_write += bool(list(Path().glob("runs/*/checkpoint/*.tmp")))
         try:
             run_dir = only(found)
-            state = CheckpointStore(run_dir / "checkpoint").load()
-            killed[PHASES[state.get("phase", 6)]] += 1
+            store = CheckpointStore(run_dir / "checkpoint")
+            state, _ = store.load()
+            check_replay(store)
+            killed[next(phase for phase in PHASES if phase not in state["over"])] += 1
         except (UserError, ValueError):  # nothing had been saved: a run starts anew that has nothing to lose
-            killed[PHASES[1]] += 1
+            killed["teacher"] += 1
             run_dir, restarts = None, restarts + 1
 
-    scalars = read_scalars(only(Path().glob("runs/*")))
+    run_dir = only(Path().glob("runs/*"))
+    scalars = read_scalars(run_dir)
     steps = {tag: [step for step, _ in events] for tag, events in scalars.items()}
-    online = [200 + step - 2 for step in (100, 200, 300, 400)]  # the step in which a hundred is full, two games at once
+    offline = list(range(100, args.offline_steps + 1, 100))
+    # the steps in which a hundred is full, two games at once
+    online = [args.offline_steps + step - 2 for step in range(100, args.total_timesteps + 1, 100)]
     expected = {
         "charts/teacher/avg_episodic_return": [0],
         "charts/random/avg_episodic_return": [0],
         "charts/teacher/SPS": [0],
-        "charts/offline/avg_episodic_return": [100, 200],
+        "charts/offline/avg_episodic_return": offline,
         "eval/episodic_return": [0],
-        **dict.fromkeys(("charts/SPS", "charts/epsilon", "charts/distill_coeff"), online),
-        **{f"charts/offline/{x}": [100, 200] for x in ("loss", "q_loss", "distill_loss", "updates_per_second")},
-        # From 40 steps on, an update is due when a multiple of 10 is passed, and logged when 100 have gone by.
-        **{f"losses/{x}": [248, 348, 448, 548] for x in ("loss", "td_loss", "distill_loss", "q_values")},
+        **{f"charts/offline/{x}": offline for x in ("loss", "q_loss", "distill_loss", "updates_per_second")},
+        **{f"charts/{x}": online for x in ("SPS", "epsilon", "distill_coeff")},
+        **{f"losses/{x}": online for x in ("loss", "td_loss", "distill_loss", "q_values")},
     }
     for tag, wanted in expected.items():
         if steps[tag] != wanted:
             sys.exit(f"{tag} has steps {steps[tag]} and not {wanted}; see {os.getcwd()}")
+    if not json.loads((run_dir / "progress.json").read_text())["finished"] or list(run_dir.rglob("*.tmp")):
+        sys.exit(f"the run is not finished, or has left half a file; see {os.getcwd()}")
     print(f"{kills} kills, {in_write} of them while a checkpoint was being written; every step is in the logs once")
     print(", ".join(f"{phase}: {number}" for phase, number in killed.items()))
     shutil.rmtree(folder)

@@ -1,16 +1,14 @@
 """Plays whole games with a saved model: ``python -m cleanrl_utils.evals.dqn_eval --model FILE_OR_DIR --env-id …``"""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+import torch
 import tyro
 
-from cleanrl.qdagger_dqn_atari_impalacnn import load_teacher
-from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.checks import one_line_errors
+from cleanrl_utils.device import pick_torch_device
 from cleanrl_utils.evals import playing
-from cleanrl_utils.evaluation import QFunction
-from cleanrl_utils.torch_utils import make_q_function, pick_device
 
 
 @dataclass
@@ -20,17 +18,20 @@ class Args(playing.Args):
 
 
 def evaluate(args: Args) -> np.ndarray:
-    """Scores of the games, float64 (episodes,).
+    """Scores of the games, float64 (episodes,), played as the script's own evaluations are.
 
     Raises:
-        UserError: there is no such model, or it is one of another game.
+        UserError: there is no such model or script, or the model is of another script or another game.
     """
-    device, _ = pick_device(args.cuda, bf16=False)
+    device, autocast = pick_torch_device(args.cuda, args.bf16)
+    network = playing.load(args, "torch")[1].to(device, memory_format=torch.channels_last)
 
-    def load(path: Path, num_actions: int, env_id: str) -> QFunction:
-        return make_q_function(load_teacher(path, num_actions, env_id).to(device), device)
+    @torch.inference_mode()
+    def q_function(observation: np.ndarray) -> np.ndarray:
+        with autocast:
+            return network(torch.as_tensor(observation, device=device)).cpu().numpy()
 
-    return playing.evaluate(args, load)
+    return playing.play(args, q_function)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """Plays whole games with a saved model, in JAX: ``python -m cleanrl_utils.evals.dqn_jax_eval --model … --env-id …``"""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 import numpy as np
 import tyro
 
-from cleanrl.qdagger_dqn_atari_jax_impalacnn import load_teacher
-from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.checks import one_line_errors
+from cleanrl_utils.device import pick_jax_device
 from cleanrl_utils.evals import playing
-from cleanrl_utils.evaluation import QFunction
-from cleanrl_utils.jax_utils import make_q_function
 
 
 @dataclass
@@ -21,17 +18,13 @@ class Args(playing.Args):
 
 
 def evaluate(args: Args) -> np.ndarray:
-    """Scores of the games, float64 (episodes,).
+    """Scores of the games, float64 (episodes,), played as the script's own evaluations are.
 
     Raises:
-        UserError: there is no such model, or it is one of another game.
+        UserError: there is no such model or script, or the model is of another script or another game.
     """
-
-    def load(path: Path, num_actions: int, env_id: str) -> QFunction:
-        network, params = load_teacher(path, num_actions, env_id)
-        return make_q_function(jax.jit(network.apply), lambda: params)
-
-    return playing.evaluate(args, load)
+    script, (network, params) = playing.load(args, "jax", pick_jax_device(args.bf16))
+    return playing.play(args, script.player(jax.jit(network.apply), params))
 
 
 if __name__ == "__main__":

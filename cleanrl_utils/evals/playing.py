@@ -1,15 +1,21 @@
-"""What dqn_eval and dqn_jax_eval share: flags, finding the model, playing, the line that says how it went."""
+"""What `dqn_eval`, `dqn_jax_eval` and `enjoy` share: flags, the model and the script it is of, games, how they went."""
 
-from collections.abc import Callable
+import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
+import cleanrl
 from cleanrl_utils.atari import AtariEnvs
-from cleanrl_utils.errors import UserError
-from cleanrl_utils.evaluation import QFunction, check_video_possible, play_games, play_wrapped_game
-from cleanrl_utils.teachers import find_teacher
+from cleanrl_utils.checks import PACKAGES, UserError, require_packages
+from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
+
+SCRIPTS = Path(cleanrl.__file__).parent
+QDAGGER = {"torch": "qdagger_dqn_atari_impalacnn", "jax": "qdagger_dqn_atari_jax_impalacnn"}
 
 
 @dataclass
@@ -20,6 +26,8 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     exp_name: str = "dqn_atari"
     """what made the model, when `model` is no file"""
+    script: Path | None = None
+    """the script that has the model's network; by default cleanrl/{exp_name}.py, or QDagger's, which has DQN's too"""
     episodes: int = 30
     """whole games to play"""
     epsilon: float = 0.01
@@ -28,47 +36,71 @@ class Args:
     """seed of games and actions"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame; by default what the id stands for: 0 for -v4, 0.25 for -v5"""
+    bf16: bool = True
+    """if toggled, hidden layers compute in bfloat16 where a training run would do so"""
     wrapped: bool = False
     """play in stable-baselines3's wrappers, one game at a time, instead of the vector environment"""
     video: Path | None = None
-    """write one game, played in the wrappers, to this mp4 file"""
+    """write one game more, played in the wrappers, to this mp4 file"""
 
 
-def evaluate(args: Args, load: Callable[[Path, int, str], QFunction]) -> np.ndarray:
-    """Scores of the games, float64 (episodes,).
+def load(args: Args, library: str, *dtype: Any) -> tuple[ModuleType, Any]:
+    """The script that ``args.model`` is of, and what its ``load_model`` returns.
 
     Args:
-        args: the flags.
-        load: the player saved in a file, given the game's number of actions and the environment's id.
+        library: what computes, "torch" or "jax".
+        dtype: what hidden layers compute in, as JAX's ``load_model`` wants it.
 
     Raises:
-        UserError: there is no such model, or it is one of another game.
+        UserError: there is no such model or script, or the model is of another script or another game.
     """
     if args.episodes < 1 or not 0 <= args.epsilon <= 1:
-        raise UserError(
-            f"--episodes is {args.episodes} and --epsilon is {args.epsilon}; the one must be at least 1, the other lie "
-            "between 0 and 1"
-        )
+        numbers = f"--episodes is {args.episodes} and --epsilon is {args.epsilon}"
+        raise UserError(f"{numbers}; the one must be at least 1, the other lie between 0 and 1")
+    if args.video:
+        require_packages("--video", *PACKAGES["capture_video"])
+    path = Path(args.model)
+    script = import_script(args.script, path.stem if path.is_file() else args.exp_name, library)
+    envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability)
+    envs.close()
     try:
-        path = Path(args.model) if Path(args.model).is_file() else find_teacher(args.model, args.exp_name)
+        if path.is_file():
+            return script, script.load_model(path, envs.num_actions, *dtype)
+        return script, script.load_teacher(args.model, args.exp_name, envs.num_actions, *dtype)
     except UserError as error:  # it speaks of the training scripts' flags
         text = str(error).replace("--teacher-policy-hf-repo", "--model")
         raise UserError(text.replace("--teacher-model-exp-name", "--exp-name")) from error
-    envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability)
-    q_function = load(path, envs.num_actions, args.env_id)
-    envs.close()
-    game = (args.env_id, args.epsilon, args.seed, args.repeat_action_probability)
+
+
+def import_script(given: Path | None, model_name: str, library: str) -> ModuleType:
+    """The script ``given``, or the one that a model is called after, or QDagger's."""
+
+    def has_networks(path: Path) -> bool:
+        text = path.read_text() if path.is_file() else ""
+        return f"import {library}\n" in text and "def load_model(" in text
+
+    path = given or SCRIPTS / f"{re.sub(r'-offline-[0-9]+$', '', model_name)}.py"
+    if not has_networks(path):
+        if given:
+            raise UserError(
+                f"--script {given} is no script that imports {library} and has a `load_model`; give another"
+            )
+        path = SCRIPTS / f"{QDAGGER[library]}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def play(args: Args, q_function: QFunction) -> np.ndarray:
+    """Scores of the games, float64 (episodes,)."""
+    sticky = args.repeat_action_probability
     if args.video:
-        check_video_possible()
-        play_wrapped_game(q_function, *game, video=args.video)
+        play_wrapped_game(q_function, args.env_id, args.epsilon, args.seed, sticky, args.video)
     if args.wrapped:
-        return np.array(
-            [
-                play_wrapped_game(q_function, args.env_id, args.epsilon, args.seed + i, args.repeat_action_probability)
-                for i in range(args.episodes)
-            ]
-        )
-    return play_games(q_function, args.env_id, args.episodes, args.epsilon, args.seed, args.repeat_action_probability)
+        seeds = range(args.seed, args.seed + args.episodes)
+        return np.array([play_wrapped_game(q_function, args.env_id, args.epsilon, seed, sticky) for seed in seeds])
+    return play_games(q_function, args.env_id, args.episodes, args.epsilon, args.seed, sticky)
 
 
 def print_scores(args: Args, returns: np.ndarray) -> None:

@@ -1,7 +1,8 @@
-"""Run directory, TensorBoard and W&B, progress bars, files that are whole or not there."""
+"""What a run shows of itself: its directory, TensorBoard and W&B, progress bars; files that are whole or not there."""
 
 import atexit
 import functools
+import inspect
 import os
 import socket
 import struct
@@ -17,7 +18,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 from tqdm import tqdm
 
-from cleanrl_utils.errors import UserError
+from cleanrl_utils.checks import UserError
 
 WRITE_EVENTS_EVERY = 10  # seconds
 WANDB_FINISH_TIMEOUT = 600  # seconds; what has not been sent by then is on the disk, for `wandb sync`
@@ -100,6 +101,11 @@ def warn_once(what: str, error: Exception, consequence: str) -> None:
 _warned: set[tuple[str, str]] = set()
 
 
+def script_of(args: Any) -> Path:
+    """The script that was run: the file that these flags' class is defined in."""
+    return Path(inspect.getfile(type(args)))
+
+
 def start_run(args: Any) -> tuple[Path, EventWriter]:
     """Makes ``runs/{env_id}__{exp_name}__{seed}__{unix time}``, starts W&B with ``--track``, and writes the flags down.
 
@@ -156,15 +162,6 @@ def reopen_run(args: Any, run_dir: Path, sizes: dict[str, int], wandb_id: str | 
     if args.track:
         copy_to_wandb(run_dir)
     return writer
-
-
-def check_wandb_possible() -> None:
-    """Sees to it that ``--track`` can be done; raises UserError where a package that it takes is missing."""
-    try:
-        import tensorboard  # noqa: F401  (W&B's sync reads TensorBoard's files with it)
-        import wandb  # noqa: F401
-    except ImportError as error:
-        raise UserError(f"--track needs wandb and tensorboard ({error}): pip install wandb tensorboard") from error
 
 
 def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:

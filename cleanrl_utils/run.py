@@ -1,48 +1,42 @@
 """A run that can be stopped by anything at any moment and goes on with ``--resume runs/{run_name}``.
 
-A script is a row of phases, numbered from 1. It tells its :class:`Run` what a checkpoint has to hold (`keep`,
-`keep_replay`, `state`), skips the phases that are over (`phase`), and lets it count the iterations of the others
-(`steps`); between two of them the run writes checkpoints and stops when told to.
+A script is a row of phases. It tells its :class:`Run` what a checkpoint has to hold (`register`, `register_replay`,
+`state`), skips the phases that are over (`over`), and lets it count the iterations of the others (`steps`); between
+two of them the run writes checkpoints and stops when told to.
 """
 
 import dataclasses
 import fcntl
+import json
 import os
+import re
 import shlex
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import tyro
 from tqdm import tqdm
 
+from cleanrl_utils import checkpoint, tracking
 from cleanrl_utils.atari import AtariEnvs
-from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, ReplayRows, Tree
-from cleanrl_utils.checks import flag
-from cleanrl_utils.errors import EmulatorFailure, TrainingFailure, UserError
+from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, NotFinite, as_array
+from cleanrl_utils.checks import EmulatorFailure, TrainingFailure, UserError, fit_num_envs, flag
 from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
-from cleanrl_utils.hub import script_of
-from cleanrl_utils.rollout import HalvedAtariEnvs
-from cleanrl_utils.runs import (
-    event_file_sizes,
-    finish_run,
-    progress_bar,
-    reopen_run,
-    start_run,
-    wandb_run_id,
-    warn_once,
-)
+from cleanrl_utils.tracking import script_of, warn_once
 
 T = TypeVar("T")
 Result = TypeVar("Result")
 
 MAY_CHANGE = {
     *("resume", "total_timesteps", "checkpoint_minutes", "max_minutes", "eval_episodes", "cuda", "cuda_graph"),
-    *("track", "wandb_project_name", "wandb_entity", "capture_video", "save_model", "upload_model", "hf_entity"),
+    *("compile", "torch_deterministic", "track", "wandb_project_name", "wandb_entity", "capture_video"),
+    *("save_model", "upload_model", "hf_entity"),
 }
 """Flags that a resumed run may be given other values of; a longer total_timesteps stretches the fall of epsilon"""
 
@@ -55,15 +49,8 @@ MAX_ACTIONS = 18
 WRITING = 0.02
 """the fraction of its time that a run may spend on the checkpoints of every `checkpoint_minutes`"""
 
-
-class Part(Protocol):
-    """Something that a checkpoint holds."""
-
-    def save(self) -> Tree:
-        """Its state."""
-
-    def load(self, state: Tree) -> None:
-        """Takes over what :meth:`save` returned."""
+PROGRESS_EVERY = 5.0
+"""seconds between two versions of progress.json"""
 
 
 class Stopped(BaseException):
@@ -76,9 +63,11 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     Raises:
         UserError: the run can't be resumed, or a flag contradicts it.
     """
+    argv = sys.argv[1:] if argv is None else argv
     args = tyro.cli(args_class, args=argv)
     if args.resume is None:
-        return args
+        num_envs_given = any(re.match(r"--num[-_]envs\b", word) for word in argv)
+        return args if num_envs_given else fit_num_envs(args)
     flags = load_checkpoint(Path(args.resume), args, with_replay=False)[1]["flags"]
     try:
         saved = args_class(**flags)
@@ -96,8 +85,10 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     return args
 
 
-def load_checkpoint(run_dir: Path, args: Any, with_replay: bool = True) -> tuple[CheckpointStore, Tree]:
-    """The checkpoints of a run, and the state of the newest that is whole (`CheckpointStore.load`).
+def load_checkpoint(
+    run_dir: Path, args: Any, with_replay: bool = True
+) -> tuple[CheckpointStore, dict[str, Any], dict[str, bytes]]:
+    """The checkpoints of a run, state and parts of the newest that is whole (`CheckpointStore.load`).
 
     Raises:
         UserError: there is none, the run is over, or it is one of another script than that of ``args``.
@@ -105,12 +96,12 @@ def load_checkpoint(run_dir: Path, args: Any, with_replay: bool = True) -> tuple
     if not run_dir.is_dir():
         raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
     store = CheckpointStore(run_dir / "checkpoint")
-    state = store.load(with_replay)
+    state, parts = store.load(with_replay)
     if state["script"] != script_of(args).stem:
         raise UserError(f"--resume {run_dir} is a run of {state['script']}.py; resume it with that script")
     if state["finished"]:
         raise UserError(f"--resume {run_dir}: this run is finished; start a new one without --resume")
-    return store, state
+    return store, state, parts
 
 
 class Run:
@@ -126,44 +117,47 @@ class Run:
 
     def __init__(self, args: Any):
         self.args = args
-        self.phase = 1
+        self.phase = ""
         """the phase that the run is in"""
         self.done = 0
-        """what :meth:`steps` has counted in this phase; the iteration in progress included"""
+        """what :meth:`steps` has counted in this phase, without the iteration in progress"""
         self.results: dict[str, np.ndarray] = {}
         """the scores of every evaluation's games"""
         self.videos: list[Path] = []
         """the videos of the evaluations"""
         self.state: dict[str, Any] = {}
         """what else a script wants to find again: anything that JSON can hold"""
-        self.last_update: dict[str, Any] = {}
-        """the loss, and what it was made from: arrays of NumPy, JAX or PyTorch"""
+        self.losses: Any = None
+        """NamedTuple of the last update's arrays, `loss` and `q_values` among them"""
         self.bar = tqdm(disable=True)
         """the progress bar of the phase"""
-        self._parts: dict[str, Part] = {}
-        self._replay: ReplayRows | None = None
+        self._over: list[str] = []
+        self._parts: dict[str, Any] = {}
+        self._replay: checkpoint.Replay | None = None
         self._replay_name = ""
-        self._envs: AtariEnvs | HalvedAtariEnvs | None = None
-        self._loaded: Tree = None
+        self._loaded_parts: dict[str, bytes] = {}
         self._seconds = 0.0
+        self._total, self._unit, self._return, self._progress_written = 0, "step", None, 0.0
         self._wandb_id: str | None = None
         if args.resume is None:
-            self.dir, self.writer = start_run(args)
+            self.dir, self.writer = tracking.start_run(args)
             self._lock = lock_directory(self.dir)
             self._store = CheckpointStore(self.dir / "checkpoint")
             print(f"run directory: {self.dir}", flush=True)
         else:
             self.dir = Path(args.resume)
             self._lock = lock_directory(self.dir)
-            self._store, self._loaded = load_checkpoint(self.dir, args)
-            self._wandb_id = self._loaded["wandb_id"]  # kept also while nothing is tracked
-            self.writer = reopen_run(args, self.dir, self._loaded["event_files"], self._wandb_id)
-            self.phase, self.done, self._seconds = (self._loaded[name] for name in ("phase", "done", "seconds"))
-            self.results, self.state = self._loaded["results"], self._loaded["state"]
-            self.videos = [Path(video) for video in self._loaded["videos"]]
-            print(f"resuming {self.dir} in phase {self.phase} after {self.done:,} steps", flush=True)
+            self._store, loaded, self._loaded_parts = load_checkpoint(self.dir, args)
+            self._wandb_id = loaded["wandb_id"]  # kept also while nothing is tracked
+            self.writer = tracking.reopen_run(args, self.dir, loaded["event_files"], self._wandb_id)
+            self._over, self.phase, self.done = loaded["over"], loaded["phase"], loaded["done"]
+            self._seconds, self.state = loaded["seconds"], loaded["state"]
+            self.results = {name: np.array(scores) for name, scores in loaded["results"].items()}
+            self.videos = [Path(video) for video in loaded["videos"]]
+            where = f"in {self.phase} after {self.done:,} steps" if self.phase else f"after {', '.join(self._over)}"
+            print(f"resuming {self.dir} {where}", flush=True)
         if args.track:
-            self._wandb_id = wandb_run_id()
+            self._wandb_id = tracking.wandb_run_id()
         self._phase_started = self._last_checkpoint = time.monotonic()
         self._pause = 0.0
         self._warned = False
@@ -177,17 +171,25 @@ class Run:
 
     # ==================== what is in a checkpoint ====================
 
-    def keep(self, **parts: Part) -> None:
-        """Makes ``parts`` belong to every checkpoint; in a resumed run, gives them the state that they had."""
-        self._parts |= parts
-        if self._loaded:
-            for name, part in parts.items():
-                part.load(self._loaded["parts"][name])
+    def register(self, **parts: Any) -> None:
+        """Makes ``parts`` belong to every checkpoint; in a resumed run, gives them the state that they had.
 
-    def keep_replay(self, name: str, replay: ReplayRows) -> None:
+        A part is a PyTorch module, optimizer or generator, a generator of NumPy, or a function that returns a tree of
+        JAX's arrays, which :meth:`restored` then gives back.
+        """
+        self._parts |= parts
+        for name, part in parts.items():
+            if name in self._loaded_parts:
+                self._loaded_parts[name] = checkpoint.load(part, self._loaded_parts[name])
+
+    def restored(self, name: str, value: T) -> T:
+        """What the function registered as ``name`` returned in a resumed run, or ``value`` in a new one."""
+        return self._loaded_parts.get(name, value)
+
+    def register_replay(self, name: str, replay: checkpoint.Replay) -> None:
         """Makes ``replay`` belong to every checkpoint, in place of another; in a resumed run, fills it again."""
         self._replay_name, self._replay = name, replay
-        if self._loaded:
+        if self._store.newest:
             try:
                 self._store.load_replay(replay, name)
             except DamagedFile as error:
@@ -197,32 +199,24 @@ class Run:
         """Lets go of the replay: the next checkpoint has none."""
         self._replay_name, self._replay = "", None
 
-    def reset(self, envs: AtariEnvs | HalvedAtariEnvs) -> np.ndarray:
+    def reset(self, envs: AtariEnvs) -> np.ndarray:
         """Starts the games of a phase; returns their first observations, uint8 (N, 4, 84, 84).
 
         Emulators can't be restored. In the middle of a phase new games begin, and those that were being played end in
-        the replay as truncated, with the frame that was last seen.
+        the replay as truncated.
 
         Raises:
             TrainingFailure: the emulator failed; the last checkpoint is what there is.
         """
-        self._envs, envs.on_failure = envs, self._on_failed_step
+        envs.on_failure = self._fail_emulator
         try:
-            return self._begin_games(envs)
+            if self.done == 0:
+                return envs.reset()
+            self._replay.end_games()
+            seeds = np.random.SeedSequence((self.args.seed, zlib.crc32(self.phase.encode()), self.done))
+            return envs.reset(int(seeds.generate_state(1)[0]))
         except EmulatorFailure as failure:
             self._give_up(failure)
-
-    def _begin_games(self, envs: AtariEnvs | HalvedAtariEnvs) -> np.ndarray:
-        if not (self._loaded and self._replay and self._replay.rows_written):
-            return envs.reset()
-        frame, just_reset = self._loaded["frame"], self._loaded["just_reset"]
-        # Stopped before the first step of games, there is nothing to end: final frames never follow each other.
-        if not just_reset.all():
-            self._replay.cut_games(frame)
-        seeds = np.random.SeedSequence((self.args.seed, self.phase, self.done))
-        observation = envs.reset(int(seeds.generate_state(1)[0]))
-        envs.just_reset[:] = True
-        return observation
 
     # ==================== the phases ====================
 
@@ -231,45 +225,71 @@ class Run:
         """Time spent in this phase, without evaluations and without the time between stopping and resuming."""
         return self._seconds + time.monotonic() - self._phase_started
 
-    def steps(self, total: int, by: int, description: str, unit: str) -> Iterator[int]:
-        """Counts what is left of the phase: done so far, in steps of ``by``, up to ``total``. Checkpoints in between.
+    def over(self, phase: str) -> bool:
+        """Whether the run has that phase behind it."""
+        return phase in self._over
 
-        Args:
-            description: what the progress bar says, which counts in ``unit``.
-        """
-        self.bar, self._by = progress_bar(total, description, unit, self.done), by
+    def steps(self, phase: str, total: int, by: int = 1, unit: str = "step") -> Iterator[int]:
+        """Counts what is left of a phase: done so far, in steps of ``by``, up to ``total``. Checkpoints in between."""
+        if self.over(phase):
+            return
+        self.phase, self._total, self._unit = phase, total, unit
+        self.bar = tracking.progress_bar(total, phase, unit, self.done)
         self._phase_started = time.monotonic()
         while self.done < total:
             self._between_steps()
-            start, self.done = self.done, self.done + by
-            yield start
+            yield self.done
+            self.done += by
             self.bar.update(by)
         self.bar.close()
 
     def show_return(self, returns: Iterable[float]) -> None:
         """Puts the mean of ``returns``, if there are any, onto the progress bar."""
         if returns := list(returns):
-            self.bar.set_postfix_str(f"return {np.mean(returns):.1f}", refresh=False)
+            self._return = float(np.mean(returns))
+            self.bar.set_postfix_str(f"return {self._return:.1f}", refresh=False)
 
     def _between_steps(self) -> None:
-        minutes = self.args.checkpoint_minutes
-        due = minutes and time.monotonic() - self._last_checkpoint >= max(minutes * 60, self._pause)
-        if not (due or self._signal):
-            return
-        # Where a game has just ended, ending it once more would put two final frames after each other into the replay.
-        if self._envs and self._envs.just_reset.any() and not self._envs.just_reset.all():
-            return
+        now = time.monotonic()
+        if now - self._progress_written > PROGRESS_EVERY:
+            self._write_progress()
         if self._signal:
             self._stop()
-        started = time.monotonic()
-        self.save()
-        # Where all of a large replay is new each time, or the disk is slow, checkpoints become fewer, not training.
-        self._pause = (time.monotonic() - started) / WRITING
+        minutes = self.args.checkpoint_minutes
+        if minutes and now - self._last_checkpoint >= max(minutes * 60, self._pause):
+            self.save()
+            # Where all of a large replay is new each time, or the disk is slow, checkpoints become fewer, not training.
+            self._pause = (time.monotonic() - now) / WRITING
 
-    def end_phase(self, next_phase: int) -> None:
-        """Goes on to another phase, with a checkpoint in between."""
-        self.phase, self.done, self._seconds, self._envs = next_phase, 0, 0.0, None
-        self._loaded = None
+    def _write_progress(self, finished: bool = False) -> None:
+        """Writes progress.json, from which others, the benchmark runner for one, see how far the run is."""
+        self._progress_written = time.monotonic()
+        rate = self.bar.format_dict["rate"]
+        progress = {
+            "script": script_of(self.args).name,
+            "phase": self.phase or "evaluation",
+            "done": self.done,
+            "total": self._total,
+            "unit": self._unit,
+            "return": self._return,
+            "seconds_left": (self._total - self.done) / rate if rate else None,
+            "finished": finished,
+            "time": time.time(),
+        }
+        try:
+            temporary = self.dir / "progress.json.tmp"
+            temporary.write_text(json.dumps(progress))
+            temporary.replace(self.dir / "progress.json")
+        except OSError as error:  # a full disk; what matters says so itself
+            warn_once("progress.json can't be written", error, "nothing else is affected")
+
+    def end_phase(self, phase: str) -> None:
+        """Notes that a phase is over, with a checkpoint before the next."""
+        self.check_learning()
+        self._over.append(phase)
+        self.phase, self.done, self._seconds = "", 0, 0.0
+        self._total, self.bar = 0, tqdm(disable=True)
+        self._phase_started = time.monotonic()
         if self._signal:
             self._stop()
         if self.args.checkpoint_minutes:
@@ -288,18 +308,20 @@ class Run:
         args = self.args
         if name not in self.results:
             self.check_learning()
-            setting = (args.env_id, args.end_e, args.repeat_action_probability)
+            env_id, epsilon, sticky = args.env_id, args.end_e, args.repeat_action_probability
             returns = self._interrupt_by_signal(
-                lambda: play_games(q_function, setting[0], episodes, setting[1], args.seed + 1000, setting[2], name)
+                lambda: play_games(q_function, env_id, episodes, epsilon, args.seed + 1000, sticky, name)
             )
             tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
             if args.capture_video and q_function is not None:
                 video = Path("videos") / self.dir.name / f"{name.replace(' ', '-')}.mp4"
                 self._interrupt_by_signal(
-                    lambda: play_wrapped_game(q_function, setting[0], setting[1], args.seed, setting[2], video)
+                    lambda: play_wrapped_game(q_function, env_id, epsilon, args.seed, sticky, video)
                 )
                 self.videos.append(video)
             self.results[name] = returns
+            self._return = float(returns.mean())
+            self._write_progress()
         return float(self.results[name].mean())
 
     def _interrupt_by_signal(self, function: Callable[[], Result]) -> Result:
@@ -322,35 +344,35 @@ class Run:
         return result
 
     def check_learning(self) -> None:
-        """Stops the run if the last update's loss is not a finite number; warns if what learns does not see any more.
+        """Stops the run if the last update's loss is not a finite number; warns if the network has collapsed.
 
         Raises:
-            TrainingFailure: with the step, the batch's statistics and the last checkpoint; exit code 3.
+            TrainingFailure: with the step, what the loss was made of, and the last checkpoint; exit code 3.
         """
-        if not self.last_update:
+        if self.losses is None:
             return
-        if not np.isfinite(as_array(self.last_update["loss"])):
+        if not np.isfinite(as_array(self.losses.loss)):
             self._fail_not_finite("the loss")
-        q_values = as_array(self.last_update["q_values"])
+        q_values = as_array(self.losses.q_values)
         if q_values.size > MAX_ACTIONS >= np.unique(q_values).size and not self._warned:
             self._warned = True
             tqdm.write(
-                f"WARNING: the network has the same Q-values for all observations (phase {self.phase}, step "
-                f"{self.done:,}); if that stays so, no hidden unit is left: start anew with a lower --learning-rate "
-                "or, if it is a student, --warmup-updates 1000",
+                f"WARNING: the network has the same Q-values for all observations ({self.phase}, step {self.done:,}); "
+                "if that stays so, it has collapsed (dead ReLUs): start anew with a lower --learning-rate or, if it is "
+                "a student, --warmup-updates 1000",
                 file=sys.stderr,
             )
 
     def _fail_not_finite(self, what: str) -> NoReturn:
         statistics = []
-        for name, value in self.last_update.items():
+        for name, value in self.losses._asdict().items() if self.losses else ():
             array = as_array(value)
             bad = array.size - np.count_nonzero(np.isfinite(array))
             numbers = f"{array.min():.4g} to {array.max():.4g}" if array.size > 1 else f"{array:.4g}"
             statistics.append(f"{name} {numbers}" + (f" ({bad} not finite)" if bad and array.size > 1 else ""))
         self.close()
         raise TrainingFailure(
-            f"{what} is not finite in phase {self.phase} at step {self.done:,}; last batch: {', '.join(statistics)}; "
+            f"{what} is not finite ({self.phase}, step {self.done:,}); last update: {', '.join(statistics)}; "
             f"{self._last_saved()}",
             exit_code=3,
         )
@@ -368,22 +390,23 @@ class Run:
             "script": script_of(self.args).stem,
             "finished": False,
             "flags": dataclasses.asdict(self.args) | {"resume": None},
+            "over": self._over,
             "phase": self.phase,
             "done": self.done,
             "seconds": self.seconds,
-            "results": self.results,
+            "results": {name: scores.tolist() for name, scores in self.results.items()},
             "videos": [str(video) for video in self.videos],
             "state": self.state,
-            "parts": {name: part.save() for name, part in self._parts.items()},
+            "wandb_id": self._wandb_id,
         }
-        if self._envs:
-            state |= {"frame": self._envs.observation[:, -1], "just_reset": self._envs.just_reset}
-        for name in list_not_finite(state["parts"]):
-            self._fail_not_finite(name)
+        try:
+            parts = {name: checkpoint.dump(part, name) for name, part in self._parts.items()}
+        except NotFinite as error:
+            self._fail_not_finite(str(error))
         try:
             self.writer.sync()
-            state |= {"event_files": event_file_sizes(self.dir), "wandb_id": self._wandb_id}
-            self._store.save(state, self._replay, self._replay_name)
+            state["event_files"] = tracking.event_file_sizes(self.dir)
+            self._store.save(state, parts, self._replay, self._replay_name)
         except OSError as error:
             warn_once("A CHECKPOINT COULD NOT BE WRITTEN", error, f"training goes on; {self._last_saved()}")
             return False
@@ -396,7 +419,9 @@ class Run:
         return f"the last checkpoint is {last}, resume with: {self._resume_command()}" if last else "no checkpoint yet"
 
     def _resume_command(self) -> str:
-        return shlex.join(["python", f"cleanrl/{script_of(self.args).name}", "--resume", str(self.dir)])
+        script = script_of(self.args)
+        path = f"cleanrl/{script.name}" if script.parent.name == "cleanrl" else str(script)
+        return shlex.join(["python", path, "--resume", str(self.dir)])
 
     def _on_signal(self, number: int, frame: Any) -> None:
         """Notes the first signal; later ones change nothing, least of all a checkpoint that is being written."""
@@ -416,12 +441,8 @@ class Run:
         self.close()
         sys.exit(EXIT_CODES[number])
 
-    def _on_failed_step(self, failure: EmulatorFailure) -> NoReturn:
-        """Does not count the iteration that failed, which a resumed run begins again with new games."""
-        self.done -= self._by
-        self._fail_emulator(failure)
-
     def _fail_emulator(self, failure: EmulatorFailure) -> NoReturn:
+        """Saves what there is; the iteration that failed is not counted, and a resumed run begins it again."""
         if self.args.checkpoint_minutes:
             self.save()
         self._give_up(failure)
@@ -435,7 +456,7 @@ class Run:
         self.bar.close()
         self._release_signals()
         os.close(self._lock)
-        finish_run(self.args, self.writer, videos)
+        tracking.finish_run(self.args, self.writer, videos)
 
     def _release_signals(self) -> None:
         if self._handlers:
@@ -448,10 +469,11 @@ class Run:
         """Ends the run for good: no checkpoint of it can be resumed any more, and none keeps its replay on the disk."""
         if self._store.newest:
             try:
-                self._store.save({"script": script_of(self.args).stem, "finished": True})
+                self._store.save({"script": script_of(self.args).stem, "finished": True}, {})
                 self._store.forget()
             except OSError as error:
                 warn_once("the last checkpoint can't be removed", error, f"delete {self._store.directory} by hand")
+        self._write_progress(finished=True)
 
 
 def lock_directory(path: Path) -> int:
@@ -474,17 +496,3 @@ def lock_directory(path: Path) -> int:
     except OSError:
         pass  # a filesystem that knows no locks
     return descriptor
-
-
-def as_array(value: Any) -> np.ndarray:
-    """An array of NumPy, JAX or PyTorch as one of NumPy."""
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-
-
-def list_not_finite(tree: Tree, name: str = "") -> list[str]:
-    """Names of the arrays in a tree that hold NaN or infinity."""
-    if isinstance(tree, dict):
-        return [x for key, value in tree.items() for x in list_not_finite(value, f"{name} {key}".strip())]
-    if isinstance(tree, list):
-        return [x for i, value in enumerate(tree) for x in list_not_finite(value, f"{name} {i}")]
-    return [name] if isinstance(tree, np.ndarray) and not np.isfinite(tree).all() else []

@@ -1,0 +1,375 @@
+"""What is only about devices: which one computes and whether it can, its memory, its threads, and CUDA graphs.
+
+Neither library is needed for what concerns the other.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cleanrl_utils.atari import available_cores
+from cleanrl_utils.checks import TrainingFailure, UserError, available_host_memory
+
+if TYPE_CHECKING:
+    import torch
+
+# mallopt's numbers of its parameters, from malloc.h
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8
+ROOM_BESIDE_REPLAY = 2_000_000_000  # bytes for graphs, cuDNN's work spaces, weights and batches on a GPU, by estimate
+DRIVER_OF_CUDA = {"13": 580, "12": 525}
+"""the oldest NVIDIA driver, by its major version, that a library built for that CUDA runs on"""
+SAME_DIRECTION = 0.99
+"""cosine that a gradient on a GPU, in bfloat16 too, must have with that of float32 on the CPU"""
+
+
+def nvidia_driver() -> int | None:
+    """Major version of the NVIDIA driver, if this process may see a GPU through it; 0 if it does not tell its version.
+
+    ``CUDA_VISIBLE_DEVICES`` that hides all GPUs counts as none.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return 0 if Path("/dev/nvidia0").exists() else None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        query = [smi, "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        version = answer.stdout.split(".")[0].strip()
+        if answer.returncode == 0 and version:
+            return int(version) if version.isdigit() else 0
+    return None
+
+
+def cuda_that_fits(driver: int) -> str | None:
+    """The major version of the newest CUDA that a driver runs; None if there is none, 12 if it is not known."""
+    return next((cuda for cuda, oldest in DRIVER_OF_CUDA.items() if driver >= oldest), None) if driver else "12"
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed blocks for the next update; call it before the first threads are started.
+
+    By itself it hands large ones back to the system at every free, and the next update faults them in again, page by
+    page. Blocks of 256 MB and more, replays mostly, still go back.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_ARENA_MAX, 1)  # other threads' arenas would be too small for XLA's work space
+        if not libc.mallopt(M_MMAP_THRESHOLD, 2**28):
+            libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that an older glibc allows
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_TOP_PAD, 2**26)
+
+
+# ==================== PyTorch ====================
+
+
+def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.autocast"]:
+    """The device to compute on, and the context in which forward passes do so in bfloat16 if ``bf16`` and it has it.
+
+    Raises:
+        UserError: a GPU is wanted and there, and PyTorch can't use it.
+    """
+    import torch
+
+    if cuda and torch.cuda.is_available():
+        # One thread for what little is done on the host: the others would compete with the emulators'.
+        torch.set_num_threads(1)
+        device = torch.device("cuda")
+        in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        if cuda and (driver := nvidia_driver()) is not None:
+            raise UserError(why_no_cuda(driver))
+        # Adam's averages of gradients that have become zero decay into denormal numbers, with which a processor
+        # computes a hundred times slower. Set before the first parallel region, whose threads inherit it.
+        torch.set_flush_denormal(True)
+        torch.set_num_threads(available_cores())
+        keep_freed_memory()
+        device, in_hardware = torch.device("cpu"), torch.cpu._is_avx512_bf16_supported()
+    return device, torch.autocast(device.type, torch.bfloat16, enabled=bf16 and in_hardware)
+
+
+def why_no_cuda(driver: int) -> str:
+    """Why PyTorch can't use the GPU that the driver shows, and what to do."""
+    import torch
+
+    version = f"driver {driver or 'of unknown version'}"
+    cuda = cuda_that_fits(driver)
+    if torch.version.cuda is None:
+        why = f"PyTorch {torch.__version__} is built without CUDA"
+    else:
+        why = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, can't use it"
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            why += f" ({str(error).split('. ')[0].rstrip('.')})"
+    install = {
+        "13": "pip install -U torch",
+        "12": "install it for CUDA 12 by the pip command that PyTorch's install page gives for that",
+        None: f"update the driver to {min(DRIVER_OF_CUDA.values())} or newer",
+    }[cuda]
+    return f"there is an NVIDIA GPU ({version}), but {why}; {install}, or give --no-cuda to compute on the CPU"
+
+
+def available_memory(device: "torch.device") -> int:
+    """Bytes that a replay may take on ``device``."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] - ROOM_BESIDE_REPLAY
+    return available_host_memory()
+
+
+def describe_torch(device: "torch.device", autocast: "torch.autocast", cuda_graph: bool, emulator_threads: int) -> str:
+    """One line that says what computes how."""
+    import torch
+
+    name = f"CPU with {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}, "
+        name += "CUDA graph" if cuda_graph else "no CUDA graph"
+    precision = "bfloat16" if autocast._enabled else "float32"
+    return f"device: {name}; PyTorch {torch.__version__}, {precision}; {emulator_threads} emulator threads"
+
+
+class CudaGraph:
+    """A function as one launch: a GPU runs its hundreds of small kernels faster than Python can launch each of them.
+
+    The first calls run as they are, since libraries and optimizers set themselves up in them; then the function is
+    recorded, and from there on only its kernels run. They give the same numbers, random ones included.
+
+    Args:
+        function: of numbers, which it gets as tensors; returns tensors, which later calls write over. It must not wait
+            for the GPU.
+        generator: the source of its random numbers.
+    """
+
+    CALLS_BEFORE = 3
+
+    def __init__(self, function: Callable[..., Any], generator: "torch.Generator"):
+        import torch
+
+        self.function, self.device = function, generator.device
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.graph.register_generator_state(generator)  # or every replay would draw the same numbers
+        self.calls = 0
+
+    def __call__(self, *inputs: float) -> Any:
+        import torch
+
+        self.calls += 1
+        if self.calls <= self.CALLS_BEFORE + 1:
+            self.inputs = [torch.as_tensor(value, device=self.device) for value in inputs]
+        if self.calls <= self.CALLS_BEFORE:
+            # Not on the default stream, with which nothing that is recorded later may have to do.
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                result = self.function(*self.inputs)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return result
+        if self.calls == self.CALLS_BEFORE + 1:
+            try:
+                with torch.cuda.graph(self.graph, stream=self.stream):
+                    self.result = self.function(*self.inputs)
+            except RuntimeError as error:  # after it PyTorch's generator and allocator are not to be trusted any more
+                reason = str(error).splitlines()[0]
+                what = "go on from the last checkpoint with --resume and --no-cuda-graph"
+                raise TrainingFailure(
+                    f"an update could not be recorded as a CUDA graph ({reason}); {what}", 1
+                ) from error
+        for tensor, value in zip(self.inputs, inputs, strict=True):
+            tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
+        self.graph.replay()
+        return self.result
+
+
+def rehearsed(rehearse: Callable[[Any, int], float], args: Any, num_actions: int) -> Any:
+    """The flags with which an update works on this GPU: as they are, or else without deterministic kernels, or else
+    without CUDA graph and compiler.
+
+    Found out before anything long, in processes of their own: a failed recording leaves PyTorch unusable.
+
+    Args:
+        rehearse: a script's function that makes updates as a run with these flags will and returns
+            :func:`gradient_cosine`.
+
+    Raises:
+        UserError: no update can be made, or its gradient is wrong.
+    """
+    eager = {"cuda_graph": False, "compile": False}
+    tries = [{}, {"torch_deterministic": False}, eager, {"torch_deterministic": False, **eager}]
+    problem = ""
+    for i, changes in enumerate(tries):
+        changed = dataclasses.replace(args, **changes)
+        if changed in [dataclasses.replace(args, **earlier) for earlier in tries[:i]]:
+            continue
+        try:
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                cosine = pool.submit(rehearse, changed, num_actions).result()
+        except Exception as error:
+            problem = problem or (str(error).splitlines() or [type(error).__name__])[0]
+            continue
+        require_same_direction(cosine, "PyTorch", "--no-bf16 or --no-cuda")
+        if changes:
+            flags = ", ".join(f"--no-{name.replace('_', '-')}" for name in changes if getattr(args, name))
+            print(f"WARNING: an update fails on this GPU ({problem}); going on with {flags}", file=sys.stderr)
+        return changed
+    raise UserError(f"no update can be made on this GPU ({problem}); update PyTorch or the driver, or give --no-cuda")
+
+
+def require_same_direction(cosine: float, library: str, remedy: str) -> None:
+    """Raises UserError if a gradient is not what it should be, by its cosine with the CPU's in float32."""
+    if not cosine > SAME_DIRECTION:
+        raise UserError(
+            f"{library} computes wrong gradients on this GPU (their cosine with those of the CPU is {cosine:.3f}, and "
+            f"should be above {SAME_DIRECTION}); update it or the driver, or try {remedy}"
+        )
+
+
+def fill_at_random(replay: Any, num_actions: int) -> None:
+    """Fills the ring of a PyTorch script's replay with steps in the middle of a game, for a rehearsal."""
+    ring = replay.ring
+    ring.frame.random_(0, 256)
+    ring.action.random_(0, num_actions)
+    ring.reward.uniform_(-1, 1)
+    ring.terminated.fill_(False)
+    ring.age.fill_(100)
+    ring.valid.fill_(True)
+    if hasattr(ring, "teacher_q_values"):
+        ring.teacher_q_values.normal_()
+    replay.steps_added = replay.length
+
+
+def gradient_cosine(
+    loss: Callable[..., "torch.Tensor"],
+    q_network: "torch.nn.Module",
+    target_network: "torch.nn.Module",
+    batch: Any,
+    autocast: "torch.autocast",
+) -> float:
+    """Cosine of the gradient of ``loss(q_network, target_network, batch)`` with the same in float32 on the CPU."""
+    import torch
+
+    def gradient() -> torch.Tensor:
+        parts = torch.autograd.grad(loss(q_network, target_network, batch), list(q_network.parameters()))
+        return torch.cat([part.double().cpu().flatten() for part in parts])
+
+    with autocast:
+        fast = gradient()
+    q_network, target_network = q_network.cpu(), target_network.cpu()
+    batch = type(batch)(*(value.cpu() for value in batch))
+    return torch.nn.functional.cosine_similarity(fast, gradient(), dim=0).item()
+
+
+# ==================== JAX ====================
+
+
+def pick_jax_device(bf16: bool) -> Any:
+    """The dtype of hidden layers: bfloat16 if ``bf16`` and a GPU or TPU has it, otherwise float32: XLA has no fast
+    convolutions of bfloat16 for a CPU.
+
+    Sets up memory and the compilation cache: call it before anything else of JAX.
+
+    Raises:
+        UserError: there is a GPU and JAX can't use it.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    driver = None if "JAX_PLATFORMS" in os.environ else nvidia_driver()
+    if driver is None:
+        keep_freed_memory()  # before the first threads; on a GPU it would slow XLA's compiler
+    # A replay of default size is one array of 7 GB, for which the usual 75 % of a 12 GB card leave no room.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    # A CPU computes on the same cores in any case: handing a call to another thread only takes time.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    reason = "it has no CUDA plugin"
+    try:
+        on_cpu = jax.default_backend() == "cpu"
+    except RuntimeError as error:
+        if driver is None:
+            raise
+        on_cpu, reason = True, str(error).splitlines()[0]
+    if on_cpu and driver is not None:
+        cuda = cuda_that_fits(driver)
+        install = (
+            f'pip install -U "jax[cuda{cuda}]"'
+            if cuda
+            else f"update the driver to {min(DRIVER_OF_CUDA.values())} or newer"
+        )
+        raise UserError(
+            f"there is an NVIDIA GPU (driver {driver or 'of unknown version'}), but JAX {jax.__version__} can't use it "
+            f"({reason}); {install}, or set JAX_PLATFORMS=cpu to compute on the CPU"
+        )
+    # Compiling for a GPU takes minutes, for a CPU seconds, and code for one processor may fail on another.
+    if not on_cpu and jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(cache / "qdagger-jax"))
+    # NVIDIA's GPUs have it from compute capability 8 on.
+    capability = getattr(jax.devices()[0], "compute_capability", "8")
+    in_hardware = not on_cpu and int(str(capability).split(".")[0]) >= 8
+    return jnp.bfloat16 if bf16 and in_hardware else jnp.float32
+
+
+def available_jax_memory() -> int:
+    """Bytes that a replay may take where JAX computes."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats()  # None on a CPU
+    return stats["bytes_limit"] - stats["bytes_in_use"] - ROOM_BESIDE_REPLAY if stats else available_host_memory()
+
+
+def describe_jax(dtype: Any, emulator_threads: int) -> str:
+    """One line that says what computes how."""
+    import jax
+
+    device = jax.devices()[0]
+    name = f"CPU with {available_cores()} threads" if device.platform == "cpu" else device.device_kind
+    if stats := device.memory_stats():
+        name += f" ({stats['bytes_limit'] / 2**30:.0f} GiB for JAX)"
+    return f"device: {name}; JAX {jax.__version__}, {dtype.__name__}; {emulator_threads} emulator threads"
+
+
+def check_jax_gradient(gradient: Callable[..., Any], exact_gradient: Callable[..., Any], *inputs: Any) -> None:
+    """On a GPU, compares ``gradient(*inputs)`` with ``exact_gradient(*inputs)`` on the CPU, in float32.
+
+    Raises:
+        UserError: it can't be computed, or points elsewhere.
+    """
+    import jax
+
+    if jax.default_backend() == "cpu":
+        return
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+        exact = flat(jax.jit(exact_gradient)(*jax.device_put(inputs, cpu)))
+    except RuntimeError:  # JAX_PLATFORMS leaves no CPU to compare with
+        return
+    try:
+        fast = flat(jax.jit(gradient)(*inputs))
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"no update can be made on this GPU ({reason}); update JAX or the driver, or set JAX_PLATFORMS=cpu"
+        ) from error
+    cosine = float(fast @ exact / np.sqrt((fast @ fast) * (exact @ exact)))
+    require_same_direction(cosine, "JAX", "--no-bf16 or JAX_PLATFORMS=cpu")
+
+
+def flat(tree: Any) -> np.ndarray:
+    """All numbers of a tree of JAX's, float64."""
+    import jax
+
+    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
