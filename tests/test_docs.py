@@ -1,0 +1,193 @@
+"""README and docs name what there is: flags, defaults, metrics, commands, files, links; and the site builds."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cleanrl_utils.run import MAY_CHANGE
+
+ROOT = Path(__file__).resolve().parent.parent
+README, QDAGGER, DQN = ROOT / "README.md", ROOT / "docs/qdagger.md", ROOT / "docs/dqn.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS, *sorted(ROOT.glob("teachers/*/README.md"))]
+SCRIPTS = sorted((ROOT / "cleanrl").glob("*.py"))
+TORCH, JAX = ROOT / "cleanrl/qdagger_dqn_atari_impalacnn.py", ROOT / "cleanrl/qdagger_dqn_atari_jax_impalacnn.py"
+FOREIGN = {"--help", "--index-url", "--no-…"}
+"""Flags that pages name and that no ``Args`` has"""
+
+
+def flags_of(file: Path) -> dict[str, Any]:
+    """Names and defaults of a program's ``Args``, without importing its libraries."""
+    flags = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign):
+                    try:
+                        flags[field.target.id] = ast.literal_eval(field.value) if field.value else None
+                    except ValueError:
+                        flags[field.target.id] = file.stem if field.target.id == "exp_name" else ...
+    return flags
+
+
+def section(page: Path, title: str) -> str:
+    """What stands below a heading of the second level."""
+    match = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)
+    return match[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in a text, less heads."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return [row for row in cells if row[0].startswith("`")]
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every command in the page's shell blocks."""
+    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in line.split(" && "):
+                yield shlex.split(command, comments=True)
+
+
+def documented_flags(script: Path) -> dict[str, Any]:
+    """Names and defaults of a script's flags by the table of flags."""
+    flags = {}
+    for name, default, text in rows(section(QDAGGER, "Flags")):
+        if text.startswith("PyTorch only") and script == JAX:
+            continue
+        torch, _, jax = default.partition(", JAX: ")
+        value = (jax if script == JAX and jax else torch).replace(",", "")
+        special = {"the script's name": script.stem, "empty": ""}
+        if value.startswith("`"):
+            flags[name.strip("`")] = value.strip("`")
+        else:
+            flags[name.strip("`")] = special[value] if value in special else ast.literal_eval(value)
+    return flags
+
+
+@pytest.mark.parametrize("script", [TORCH, JAX], ids=["torch", "jax"])
+def test_the_table_of_flags_is_that_of_the_script(script: Path) -> None:
+    """Every flag with its default, and no other."""
+    assert documented_flags(script) == flags_of(script)
+
+
+@pytest.mark.parametrize("jax", [False, True])
+def test_flags_of_dqn_have_the_defaults_of_qdagger(jax: bool) -> None:
+    """So docs/dqn.md says, which has no table of its own."""
+    script = ROOT / f"cleanrl/dqn_atari{'_jax' * jax}.py"
+    assert flags_of(script).items() <= (documented_flags(JAX if jax else TORCH) | {"exp_name": script.stem}).items()
+
+
+def test_every_metric_is_documented() -> None:
+    """The tags that scripts write are those that the pages name."""
+    tags = {script: set(re.findall(r'add_scalar\(\s*"([^"]+)"', script.read_text())) for script in SCRIPTS}
+    table = {row[0].strip("`") for row in rows(section(QDAGGER, "Metrics"))}
+    assert tags[TORCH] == tags[JAX] == table
+    named = set(re.findall(r"`((?:charts|losses|eval)/\w+)`", section(DQN, "Train one")))
+    assert tags[ROOT / "cleanrl/dqn_atari.py"] == tags[ROOT / "cleanrl/dqn_atari_jax.py"] == named
+
+
+def test_flags_that_may_change_are_documented() -> None:
+    """Those that a resumed run may be given other values of."""
+    named = re.findall(r"`--([\w-]+)`", section(ROOT / "docs/resuming.md", "What may change"))
+    assert {name.replace("-", "_") for name in named} == MAY_CHANGE - {"resume"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist(page: Path) -> None:
+    """Scripts, modules, their flags, targets of make, extras of pip, and files named in commands."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for words in commands(page):
+        program = words[:1]
+        if words[:2] == ["python", "-m"] and words[2] != "pytest":
+            program = [ROOT / f"{words[2].replace('.', '/')}.py"]
+        elif words[:1] == ["python"] and words[1] != "-m":
+            program = [ROOT / words[1]]
+        elif words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+        elif words[:2] == ["pip", "install"]:
+            for named in re.findall(r"\.\[(.*?)\]", " ".join(words)):
+                assert set(named.split(",")) <= extras.keys(), words
+        for file in program:
+            if isinstance(file, Path):
+                flags = flags_of(file) | (flags_of(file.parent / "playing.py") if file.parent.name == "evals" else {})
+                for word in words:
+                    if word.startswith("--"):
+                        name = word[2:].partition("=")[0].replace("-", "_")
+                        assert name in flags or (flags.get(name.removeprefix("no_")) is not None), (word, file.name)
+        for word in words:
+            if re.match(r"(teachers|benchmark|requirements|tests)/", word):
+                assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_in_the_text_exist(page: Path) -> None:
+    """Whatever is written as `--flag` is one of some program's."""
+    programs = [*SCRIPTS, *(ROOT / "cleanrl_utils").rglob("*.py")]
+    known = {name for program in programs for name in flags_of(program)}
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for span in re.findall(r"`(--[^`]+)`", text):
+        for word in span.split():
+            if word.startswith("--") and word not in FOREIGN:
+                name = word[2:].replace("-", "_")
+                assert name in known or name.removeprefix("no_") in known, word
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Relative links, and anchors in them."""
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_module_has_its_place_in_the_table() -> None:
+    """That a stranger finds what he looks for."""
+    text = section(ROOT / "docs/contributing.md", "Which file holds what")
+    for file in [*SCRIPTS, *(ROOT / "cleanrl_utils").glob("*.py")]:
+        assert file.name == "__init__.py" or f"`{file.relative_to(ROOT)}`" in text, file.name
+
+
+def test_readme_is_short() -> None:
+    """At most 750 words of prose."""
+    text = re.sub(r"^```.*?^```", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)|^#+ ", " ", text, flags=re.MULTILINE)
+    assert len(text.split()) <= 750
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Without a dead link or anchor, its formulas as MathML; no page loads anything from another host."""
+    pytest.importorskip("material", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
+    assert pages.keys() >= {page.stem for page in DOCS}
+    assert pages["qdagger"].count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 3
+    for name, page in pages.items():
+        assert "\\(" not in page, name
+        assert "\\[" not in page, name
+        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", page)
+        loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)", page)
+        assert not [address for address in loaded if "//" in address], name
