@@ -174,8 +174,7 @@ class QNetwork(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.bfloat16 if torch.is_autocast_enabled(x.device.type) else torch.float32  # both hold 0 to 255
-        hidden = self.network[:-1](x.to(dtype, memory_format=torch.channels_last) / 255.0)
+        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away differences of actions
             return self.network[-1](hidden.float())
 
