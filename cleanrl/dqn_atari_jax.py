@@ -67,8 +67,7 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
-    are too small for 16 and the flag is not given"""
+    """parallel games, with the same updates per step; fewer if other sizes are too small for 16 and it is not given"""
     buffer_size: int = 1000000
     """the replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99

@@ -40,8 +40,7 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     torch_deterministic: bool = True
-    """if toggled, cuDNN computes deterministically; otherwise it tries which of its algorithms is fastest (by estimate,
-    updates on a GPU take 1.1 to 1.5 times as long when toggled)"""
+    """if toggled, cuDNN computes deterministically; otherwise it tries which of its algorithms is fastest"""
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: bool = True
@@ -81,11 +80,12 @@ class Args:
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
+    online_learning_rate: float | None = None
+    """the learning rate of the online phase, to which it falls over the offline one; by default the same"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
-    are too small for 16 and the flag is not given"""
+    """parallel games, with the same updates per step; fewer if other sizes are too small for 16 and it is not given"""
     buffer_size: int = 1000000
     """the online replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99
@@ -516,7 +516,9 @@ def main(args: Args) -> None:
         return lambda observation: q_values_of(network, torch.as_tensor(observation, device=device)).cpu().numpy()
 
     def learning_rate_at(updates: int) -> float:
-        return linear_schedule(0.0, args.learning_rate, args.warmup_updates, updates + 1)
+        warmup = linear_schedule(0.0, 1.0, args.warmup_updates, updates + 1)
+        end = args.online_learning_rate or args.learning_rate
+        return warmup * linear_schedule(args.learning_rate, end, args.offline_steps, updates)
 
     # ==================== teacher: how well it plays, and how well one plays at random ====================
     teacher_return = run.evaluate("teacher", player(teacher), args.teacher_eval_episodes)

@@ -70,11 +70,12 @@ class Args:
     """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
+    online_learning_rate: float | None = None
+    """the learning rate of the online phase, to which it falls over the offline one; by default the same"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 16
-    """the number of parallel games; updates per environment step do not depend on it. As many as fit, where other sizes
-    are too small for 16 and the flag is not given"""
+    """parallel games, with the same updates per step; fewer if other sizes are too small for 16 and it is not given"""
     buffer_size: int = 1000000
     """the online replay's size in environment steps; 7.1 kB each"""
     gamma: float = 0.99
@@ -222,9 +223,8 @@ def load_model(path: Path, num_actions: int, dtype: jnp.dtype = jnp.float32) -> 
         UserError: it is no model of either, or has another number of actions.
     """
     with convert.model_errors(path):
-        weights = (
-            convert.torch_to_flax(convert.read_torch(path)) if convert.is_torch_file(path) else convert.read_flax(path)
-        )
+        is_torch = convert.is_torch_file(path)
+        weights = convert.torch_to_flax(convert.read_torch(path)) if is_torch else convert.read_flax(path)
         student = "params/ConvSequence_0/Conv_0/kernel" in weights
         network = (QNetwork if student else TeacherNetwork)(num_actions, dtype)
         convert.check_weights(weights, flatten_dict(shapes_of(network), sep="/"), type(network).__name__)
@@ -503,9 +503,8 @@ def main(args: Args) -> None:
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     check_memory(args, Replay.bytes_per_step(envs.num_actions), available_jax_memory())
     hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
-    teacher, teacher_params = load_teacher(
-        args.teacher_policy_hf_repo or hub_repo, args.teacher_model_exp_name, envs.num_actions, dtype
-    )
+    repo = args.teacher_policy_hf_repo or hub_repo
+    teacher, teacher_params = load_teacher(repo, args.teacher_model_exp_name, envs.num_actions, dtype)
 
     rehearse(args, envs.num_actions, dtype)
 
@@ -514,7 +513,9 @@ def main(args: Args) -> None:
     writer = run.writer
     rng = np.random.default_rng(args.seed)
     q_network = QNetwork(envs.num_actions, dtype)
-    optimizer = optax.adam(lambda n: args.learning_rate * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
+    end = args.online_learning_rate or args.learning_rate
+    fall = optax.linear_schedule(args.learning_rate if args.offline_steps else end, end, max(args.offline_steps, 1))
+    optimizer = optax.adam(lambda n: fall(n) * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = first_params(q_network, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)

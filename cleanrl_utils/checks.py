@@ -21,7 +21,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     *("learning_starts", "offline_steps", "distill_coefficient", "warmup_updates", "checkpoint_minutes", "max_minutes"),
 )
-POSITIVE = ("learning_rate", "temperature")
+POSITIVE = ("learning_rate", "online_learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 PACKAGES = {"capture_video": ("stable_baselines3", "imageio", "imageio_ffmpeg"), "track": ("wandb", "tensorboard")}
 """What a flag needs beyond the scripts' own packages, to be imported"""

@@ -375,6 +375,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
         train_frequency=4,
         tau=0.3,
         learning_rate=1e-3,
+        online_learning_rate=2e-4,
         warmup_updates=12,
         temperature=0.7,
         distill_coefficient=0.6,
@@ -419,7 +420,8 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
             gradient = parameter.grad.double().numpy()
             m += (1 - 0.9) * (gradient - m)
             v += (1 - 0.999) * (gradient**2 - v)
-            step = 1e-3 * min(number / 12, 1) * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
+            learning_rate = min(number / 12, 1) * (1e-3 - 8e-4 * min((number - 1) / 7, 1))
+            step = learning_rate * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
             change = new.detach().double().numpy() - parameter.detach().double().numpy()
             np.testing.assert_allclose(change, -step, rtol=1e-3, atol=1e-6)
 
@@ -619,6 +621,7 @@ OUT_OF_RANGE += [("learning_rate", float("inf")), ("learning_starts", -1)]
 OUT_OF_RANGE += [("repeat_action_probability", x) for x in (-0.1, 1.0, 1.5, float("nan"))]
 QDAGGER_ONLY = [("temperature", 0.0), ("temperature", -1.0), ("temperature", float("nan")), ("offline_steps", -1)]
 QDAGGER_ONLY += [("temperature", float("inf")), ("distill_coefficient", -1.0), ("distill_coefficient", float("nan"))]
+QDAGGER_ONLY += [("online_learning_rate", 0.0), ("online_learning_rate", float("nan"))]
 QDAGGER_ONLY += [("offline_eval_frequency", 0), ("teacher_eval_episodes", 0), ("teacher_steps", 0)]
 
 

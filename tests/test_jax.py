@@ -274,15 +274,20 @@ def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None
         np.testing.assert_array_equal(target_after[name], parameter.detach().numpy())
 
 
+@pytest.mark.parametrize("offline_steps", [0, 6])
+@pytest.mark.parametrize("online", [None, 1e-4])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_learning_rate_rises(warmup: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script's optimizer makes the steps of PyTorch's Adam with a learning rate that rises in a straight line."""
+def test_learning_rate_rises_and_falls(
+    warmup: int, online: float | None, offline_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script's optimizer makes the steps of PyTorch's Adam with a learning rate that moves in straight lines."""
     made = []
     adam = optax.adam
     monkeypatch.setattr(optax, "adam", lambda learning_rate: made.append(adam(learning_rate)) or made[-1])
     monkeypatch.setattr(Run, "evaluate", lambda *args: 1 / 0)  # far enough
     monkeypatch.chdir(tmp_path)
-    args = tiny(write_teacher(tmp_path), learning_rate=1e-3, warmup_updates=warmup)
+    args = tiny(write_teacher(tmp_path), learning_rate=1e-3, online_learning_rate=online, warmup_updates=warmup)
+    args.offline_steps = offline_steps
     with pytest.raises(ZeroDivisionError):
         qdagger_jax.main(twin(args, qdagger_jax))
     rng, weight, parameter = np.random.default_rng(0), jnp.ones(3), torch.nn.Parameter(torch.ones(3))
@@ -292,7 +297,9 @@ def test_learning_rate_rises(warmup: int, tmp_path: Path, monkeypatch: pytest.Mo
         gradient = rng.normal(size=3).astype(np.float32)
         change, state = made[0].update(jnp.asarray(gradient), state)
         weight = optax.apply_updates(weight, change)
-        reference.param_groups[0]["lr"] = 1e-3 * (min(number / warmup, 1) if warmup else 1)
+        fallen = min((number - 1) / offline_steps, 1) if offline_steps else 1
+        learning_rate = 1e-3 + fallen * ((online or 1e-3) - 1e-3)
+        reference.param_groups[0]["lr"] = learning_rate * (min(number / warmup, 1) if warmup else 1)
         parameter.grad = torch.from_numpy(gradient)
         reference.step()
         np.testing.assert_allclose(weight, parameter.detach().numpy(), rtol=1e-6)
