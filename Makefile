@@ -4,10 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
 TEACHER_JAX := teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
-# Ten times the default learning rate: 4,000 updates are few. Half the games: in so few steps, more would not end.
-DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --num-envs 8 --teacher-steps 20000 \
-	--offline-steps 4000 --offline-eval-frequency 2000 \
-	--total-timesteps 10000 --learning-starts 1000 --buffer-size 20000 \
+# A larger learning rate while the teacher's data lasts: 2,000 updates are few. Four games: ten are to end soon.
+DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 \
+	--n-step 3 --num-envs 4 --teacher-steps 20000 --offline-steps 2000 --offline-eval-frequency 2000 \
+	--total-timesteps 16000 --learning-starts 1000 --buffer-size 16000 \
 	--teacher-eval-episodes 10 --eval-episodes 10 --save-model
 
 .PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
@@ -30,7 +30,7 @@ demo: $(VENV)/atari
 	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO)
 
 demo-jax: $(VENV)/jax
-	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) --warmup-updates 300
+	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO)
 
 # Two at a time, each on half of the cores; by file, whose tests share runs that take long to make.
 test: $(VENV)/test

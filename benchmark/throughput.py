@@ -240,7 +240,7 @@ def script_torch(args: Args) -> Script:
             learner = script.make_learner(self.script_args, num_actions, device)
             self.student = learner[0]
             self.replay = script.Replay(args.replay_steps, num_actions, self.script_args, device)
-            update = script.make_update(*learner[:3], self.replay, learner[3], autocast, self.script_args)
+            update = script.make_update(learner, self.replay, autocast, self.script_args)
             self.update = lambda: update(*self.replay.window, 1.0, 1e-4)
 
         def on_device(self, observation: np.ndarray) -> torch.Tensor:

@@ -264,10 +264,12 @@ def dqn_loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> L
     return Losses(F.mse_loss(q_of_action, td_target), q_of_action)
 
 
-def make_learner(
-    args: Args, num_actions: int, device: torch.device
-) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Generator]:
-    """What a run learns with: Q-network, target network, optimizer, the random numbers of sampling."""
+Learner = tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Generator]
+"""What a run learns with: Q-network, target network, optimizer, the random numbers of sampling"""
+
+
+def make_learner(args: Args, num_actions: int, device: torch.device) -> Learner:
+    """A new one, from `seed`."""
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -278,16 +280,10 @@ def make_learner(
 
 
 def make_update(
-    q_network: nn.Module,
-    target_network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    replay: Replay,
-    generator: torch.Generator,
-    autocast: torch.autocast,
-    args: Args,
+    learner: Learner, replay: Replay, autocast: torch.autocast, args: Args
 ) -> Callable[[float, float], Losses]:
     """A function that makes gradient steps, on a GPU each as one launch if `cuda_graph`."""
-
+    q_network, target_network, optimizer, generator = learner
     loss_of = torch.compile(dqn_loss) if args.compile else dqn_loss
 
     def update(low: float, high: float) -> Losses:
@@ -330,14 +326,14 @@ def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -
 def rehearse(args: Args, num_actions: int) -> float:
     """Makes a few updates as a run will, of throwaway networks on random steps; returns `gradient_cosine`."""
     device, autocast = pick_torch_device(args.cuda, args.bf16)
-    q_network, target_network, optimizer, generator = make_learner(args, num_actions, device)
+    learner = make_learner(args, num_actions, device)
     replay = Replay(dataclasses.replace(args, buffer_size=64 * args.num_envs), device)
     fill_at_random(replay, num_actions)
-    update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+    update = make_update(learner, replay, autocast, args)
     for _ in range(CudaGraph.CALLS_BEFORE + 2):
         update(*replay.window)
-    batch = replay.sample(args.batch_size, *replay.window, generator)
-    return gradient_cosine(lambda *x: dqn_loss(*x).loss, q_network, target_network, batch, autocast)
+    batch = replay.sample(args.batch_size, *replay.window, learner[3])
+    return gradient_cosine(lambda *x: dqn_loss(*x).loss, *learner[:2], batch, autocast)
 
 
 def main(args: Args) -> None:
@@ -355,7 +351,7 @@ def main(args: Args) -> None:
     print(describe_torch(device, autocast, args.cuda_graph, envs.num_threads), flush=True)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    q_network, target_network, optimizer, generator = make_learner(args, envs.num_actions, device)
+    q_network, target_network, optimizer, generator = learner = make_learner(args, envs.num_actions, device)
     run.register(q_network=q_network, target_network=target_network, optimizer=optimizer, rng=rng, generator=generator)
 
     @torch.no_grad()
@@ -371,7 +367,7 @@ def main(args: Args) -> None:
     if not run.over("training"):
         replay = Replay(args, device)
         run.register_replay("replay", replay)
-        update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+        update = make_update(learner, replay, autocast, args)
         observation = torch.as_tensor(run.reset(envs), device=device)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         losses = None

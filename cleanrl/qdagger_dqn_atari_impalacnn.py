@@ -21,6 +21,7 @@ from cleanrl_utils.convert import check_weights, flax_to_torch, is_torch_file, m
 from cleanrl_utils.device import (
     CudaGraph,
     available_memory,
+    cuda_graphs,
     describe_torch,
     fill_at_random,
     gradient_cosine,
@@ -48,8 +49,7 @@ class Args:
     compile: bool = False
     """if toggled, loss and gradient are compiled by torch.compile: minutes at the start, fewer kernels from there on"""
     bf16: bool = True
-    """if toggled, hidden layers, student's and teacher's, compute in bfloat16 where the processor does so in hardware;
-    the last ones and the losses stay float32"""
+    """if toggled, all layers but the last compute in bfloat16 where the processor does so in hardware"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"
@@ -240,13 +240,10 @@ def save_model(network: nn.Module, path: Path) -> None:
 
 
 class Transitions(NamedTuple):
-    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L.
-
-    Only the newest frame of an observation is stored; stacks of 4 are built when sampling.
-    """
+    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L."""
 
     frame: torch.Tensor
-    """uint8 (L, N, 84, 84), the newest frame of what was observed"""
+    """uint8 (L, N, 84, 84), the newest frame of what was observed; stacks of 4 are built when sampling"""
     action: torch.Tensor
     """uint8 (L, N), what was done then"""
     reward: torch.Tensor
@@ -368,19 +365,22 @@ class Losses(NamedTuple):
     """float32 (B,), of the actions taken"""
 
 
+@torch.no_grad()
+def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
+    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+
+
 def qdagger_loss(
-    q_network: nn.Module, target_network: nn.Module, batch: Batch, distill_coefficient: float, temperature: float
+    q_network: nn.Module, y: torch.Tensor, batch: Batch, distill_coefficient: float, temperature: float
 ) -> Losses:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = `td_target`
     """
-    with torch.no_grad():
-        bootstrap = target_network(batch.bootstrap_observation).amax(dim=1)
-        td_target = batch.n_step_return + batch.bootstrap_discount * bootstrap
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
-    td_loss = F.mse_loss(q_of_action, td_target)
+    td_loss = F.mse_loss(q_of_action, y)
     distill_loss = F.kl_div(
         F.log_softmax(q_values / temperature, dim=1),
         F.log_softmax(batch.teacher_q_values / temperature, dim=1),
@@ -390,10 +390,12 @@ def qdagger_loss(
     return Losses(td_loss + distill_coefficient * distill_loss, td_loss, distill_loss, q_of_action)
 
 
-def make_learner(
-    args: Args, num_actions: int, device: torch.device
-) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Generator]:
-    """What a run learns with: Q-network, target network, optimizer, the random numbers of sampling."""
+Learner = tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.Generator]
+"""What a run learns with: Q-network, target network, optimizer, the random numbers of sampling"""
+
+
+def make_learner(args: Args, num_actions: int, device: torch.device) -> Learner:
+    """A new one, from `seed`."""
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -403,31 +405,27 @@ def make_learner(
     return q_network, copy.deepcopy(q_network), optimizer, torch.Generator(device).manual_seed(args.seed)
 
 
-def make_update(
-    q_network: nn.Module,
-    target_network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    replay: Replay,
-    generator: torch.Generator,
-    autocast: torch.autocast,
-    args: Args,
-) -> Callable[[float, float, float, float], Losses]:
-    """A function that makes gradient steps, on a GPU each as one launch if `cuda_graph`."""
-
+def make_update(learner: Learner, replay: Replay, autocast: torch.autocast, args: Args) -> Callable[..., Losses]:
+    """A function that makes the gradient steps that are due, on a GPU as one launch if `cuda_graph`."""
+    q_network, target_network, optimizer, generator = learner
     loss_of = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
-    def update(low: float, high: float, distill_coefficient: float, learning_rate: float) -> Losses:
-        """A step on transitions of steps [low, high). A CUDA graph's arguments are tensors, read at every launch."""
-        optimizer.param_groups[0]["lr"] = learning_rate
-        batch = replay.sample(args.batch_size, low, high, generator)
+    def update(low: float, high: float, distill_coefficient: float, *learning_rates: float) -> Losses:
+        """A step for each learning rate on transitions of steps [low, high). A CUDA graph's arguments are tensors."""
+        batches = replay.sample(len(learning_rates) * args.batch_size, low, high, generator)
         with autocast:
-            losses = loss_of(q_network, target_network, batch, distill_coefficient, args.temperature)
-        optimizer.zero_grad()
-        losses.loss.backward()
-        optimizer.step()
+            td_targets = td_target(target_network, batches)  # the same network for all: one pass takes less time
+        parts = zip(*(x.split(args.batch_size) for x in (td_targets, *batches)), strict=True)
+        for learning_rate, (y, *batch) in zip(learning_rates, parts, strict=True):
+            optimizer.param_groups[0]["lr"] = learning_rate
+            with autocast:
+                losses = loss_of(q_network, y, Batch(*batch), distill_coefficient, args.temperature)
+            optimizer.zero_grad()
+            losses.loss.backward()
+            optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    return CudaGraph(update, generator) if args.cuda_graph and generator.device.type == "cuda" else update
+    return cuda_graphs(update, generator) if args.cuda_graph and generator.device.type == "cuda" else update
 
 
 def distill_coefficient_now(
@@ -473,16 +471,18 @@ def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -
 def rehearse(args: Args, num_actions: int) -> float:
     """Makes a few updates as a run will, of throwaway networks on random steps; returns `gradient_cosine`."""
     device, autocast = pick_torch_device(args.cuda, args.bf16)
-    q_network, target_network, optimizer, generator = make_learner(args, num_actions, device)
+    learner = make_learner(args, num_actions, device)
     replay = Replay(64 * args.num_envs, num_actions, args, device)
     fill_at_random(replay, num_actions)
-    update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
-    for _ in range(CudaGraph.CALLS_BEFORE + 2):
-        update(*replay.window, 1.0, args.learning_rate)
-    batch = replay.sample(args.batch_size, *replay.window, generator)
-    return gradient_cosine(
-        lambda *x: qdagger_loss(*x, 1.0, args.temperature).loss, q_network, target_network, batch, autocast
-    )
+    update = make_update(learner, replay, autocast, args)
+    for due in [1, max(args.num_envs // args.train_frequency, 1)] * (CudaGraph.CALLS_BEFORE + 2):  # offline, online
+        update(*replay.window, 1.0, *[args.learning_rate] * due)
+    batch = replay.sample(args.batch_size, *replay.window, learner[3])
+
+    def loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> torch.Tensor:
+        return qdagger_loss(q_network, td_target(target_network, batch), batch, 1.0, args.temperature).loss
+
+    return gradient_cosine(loss, *learner[:2], batch, autocast)
 
 
 def main(args: Args) -> None:
@@ -495,7 +495,6 @@ def main(args: Args) -> None:
     hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
     teacher = load_teacher(args.teacher_policy_hf_repo or hub_repo, args.teacher_model_exp_name, envs.num_actions)
     teacher.to(device, memory_format=torch.channels_last)
-
     if device.type == "cuda":
         args = rehearsed(rehearse, args, envs.num_actions)
 
@@ -503,7 +502,7 @@ def main(args: Args) -> None:
     print(describe_torch(device, autocast, args.cuda_graph, envs.num_threads), flush=True)
     writer = run.writer
     rng = np.random.default_rng(args.seed)
-    q_network, target_network, optimizer, generator = make_learner(args, envs.num_actions, device)
+    q_network, target_network, optimizer, generator = learner = make_learner(args, envs.num_actions, device)
     run.register(q_network=q_network, target_network=target_network, optimizer=optimizer, rng=rng, generator=generator)
 
     @torch.no_grad()
@@ -548,7 +547,7 @@ def main(args: Args) -> None:
             run.end_phase("teacher data")
 
         # ==================== offline ====================
-        update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+        update = make_update(learner, replay, autocast, args)
 
         def evaluate_offline(updates: int) -> None:
             save_model(q_network, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
@@ -578,7 +577,7 @@ def main(args: Args) -> None:
     if not run.over("online"):
         replay = Replay(args.buffer_size, envs.num_actions, args, device)
         run.register_replay("online", replay)
-        update = make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+        update = make_update(learner, replay, autocast, args)
         observation = torch.as_tensor(run.reset(envs), device=device)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         run.state.setdefault("updates", args.offline_steps)
@@ -595,10 +594,10 @@ def main(args: Args) -> None:
             )
             low, high = replay.window
             if step >= args.learning_starts and high > low:
-                for _ in range(times_due(step, next_step, args.train_frequency)):
-                    learning_rate = learning_rate_at(run.state["updates"])
-                    run.losses = losses = update(low, high, distill_coefficient, learning_rate)
-                    run.state["updates"] += 1
+                if due := times_due(step, next_step, args.train_frequency):
+                    learning_rates = [learning_rate_at(run.state["updates"] + i) for i in range(due)]
+                    run.losses = losses = update(low, high, distill_coefficient, *learning_rates)
+                    run.state["updates"] += due
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
             teacher_q_values = q_values_of(teacher, observation)

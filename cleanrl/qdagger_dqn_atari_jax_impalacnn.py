@@ -237,13 +237,10 @@ def save_model(params: Params, path: Path) -> None:
 
 
 class Transitions(NamedTuple):
-    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L.
-
-    Only the newest frame of an observation is stored; stacks of 4 are built when sampling.
-    """
+    """A ring of L environment steps of each of N environments, by slot: step t lies in slot t % L."""
 
     frame: jax.Array
-    """uint8 (L, N, 84, 84), the newest frame of what was observed"""
+    """uint8 (L, N, 84, 84), the newest frame of what was observed; stacks of 4 are built when sampling"""
     action: jax.Array
     """uint8 (L, N), what was done then"""
     reward: jax.Array

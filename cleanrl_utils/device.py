@@ -6,6 +6,7 @@ Neither library is needed for what concerns the other.
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import multiprocessing
 import os
 import shutil
@@ -193,6 +194,12 @@ class CudaGraph:
             tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
         self.graph.replay()
         return self.result
+
+
+def cuda_graphs(function: Callable[..., Any], generator: "torch.Generator") -> Callable[..., Any]:
+    """``function`` as a :class:`CudaGraph` for each number of inputs."""
+    graph = functools.cache(lambda number: CudaGraph(function, generator))
+    return lambda *inputs: graph(len(inputs))(*inputs)
 
 
 def rehearsed(rehearse: Callable[[Any, int], float], args: Any, num_actions: int) -> Any:

@@ -359,7 +359,7 @@ class Run:
         q_values = as_array(self.losses.q_values)
         # The widest gaps may lie between actions; the others are what differs from observation to observation. Of a few
         # gaps chance may make so little.
-        gaps = np.sort(np.diff(np.sort(q_values)))[: 1 - MAX_ACTIONS]
+        gaps = np.sort(np.diff(np.sort(q_values, axis=None)))[: 1 - MAX_ACTIONS]
         if gaps.size > 10 and gaps.sum() <= HARDLY * np.ptp(q_values) and not self._warned:
             self._warned = True
             tqdm.write(

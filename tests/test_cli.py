@@ -344,6 +344,7 @@ class Update(NamedTuple):
 
     q_network: torch.nn.Module
     target_network: torch.nn.Module
+    y: torch.Tensor
     batch: qdagger.Batch
     distill_coefficient: float
     temperature: float
@@ -356,12 +357,18 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
     Adam by the book (Kingma & Ba, 2015, algorithm 1) in float64, on gradients of the loss that test_update.py checks.
     """
     updates: list[Update] = []
-    loss = qdagger.qdagger_loss
+    target_networks: list[torch.nn.Module] = []
+    loss, td_target = qdagger.qdagger_loss, qdagger.td_target
 
-    def record(q_network: torch.nn.Module, target_network: torch.nn.Module, *rest: Any) -> qdagger.Losses:
-        updates.append(Update(copy.deepcopy(q_network), copy.deepcopy(target_network), *rest))
-        return loss(q_network, target_network, *rest)
+    def record_target(target_network: torch.nn.Module, batch: qdagger.Batch) -> torch.Tensor:
+        target_networks.append(copy.deepcopy(target_network))
+        return td_target(target_network, batch)
 
+    def record(q_network: torch.nn.Module, *rest: Any) -> qdagger.Losses:
+        updates.append(Update(copy.deepcopy(q_network), target_networks[-1], *rest))
+        return loss(q_network, *rest)
+
+    monkeypatch.setattr(qdagger, "td_target", record_target)
     monkeypatch.setattr(qdagger, "qdagger_loss", record)
     monkeypatch.chdir(tmp_path)
     args = tiny(
@@ -412,9 +419,10 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
         assert len(update.batch.action) == args.batch_size
         for moved, target in zip(update.target_network.parameters(), target_parameters, strict=True):
             np.testing.assert_allclose(moved.detach().numpy(), target, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(update.y, td_target(update.target_network, update.batch), rtol=1e-5, atol=1e-6)
         if number == len(updates):
             break
-        loss(*update).loss.backward()
+        loss(update.q_network, *update[2:]).loss.backward()
         after = updates[number].q_network.parameters()
         for (m, v), parameter, new in zip(moments, update.q_network.parameters(), after, strict=True):
             gradient = parameter.grad.double().numpy()

@@ -38,15 +38,16 @@ def deterministic() -> Iterator[None]:
 
 
 def learned(args: qdagger.Args, updates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and losses after so many updates on random steps."""
+    """Weights and losses after so many single updates on random steps, and as often four in one call."""
     picked, autocast = device.pick_torch_device(args.cuda, args.bf16)
-    q_network, target_network, optimizer, generator = qdagger.make_learner(args, NUM_ACTIONS, picked)
+    learner = qdagger.make_learner(args, NUM_ACTIONS, picked)
     torch.manual_seed(2)
     replay = qdagger.Replay(64 * args.num_envs, NUM_ACTIONS, args, picked)
     device.fill_at_random(replay, NUM_ACTIONS)
-    update = qdagger.make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
-    losses = [update(*replay.window, 0.5, 1e-4 * (i + 1)).loss.clone() for i in range(updates)]
-    return torch.cat([parameter.detach().flatten() for parameter in q_network.parameters()]), torch.stack(losses)
+    update = qdagger.make_update(learner, replay, autocast, args)
+    rates = [[1e-4 * (i + 1)] * due for i in range(updates) for due in (1, 4)]  # as offline and as online
+    losses = [update(*replay.window, 0.5, *learning_rates).loss.clone() for learning_rates in rates]
+    return torch.cat([parameter.detach().flatten() for parameter in learner[0].parameters()]), torch.stack(losses)
 
 
 @needs_torch
@@ -88,10 +89,10 @@ def test_nothing_waits_for_the_gpu() -> None:
     """Neither an update nor a step's way into the replay: PyTorch raises at every synchronisation meanwhile."""
     args = qdagger.Args(num_envs=16)
     picked, autocast = device.pick_torch_device(args.cuda, args.bf16)
-    q_network, target_network, optimizer, generator = qdagger.make_learner(args, NUM_ACTIONS, picked)
+    learner = qdagger.make_learner(args, NUM_ACTIONS, picked)
     replay = qdagger.Replay(64 * 16, NUM_ACTIONS, args, picked)
     device.fill_at_random(replay, NUM_ACTIONS)
-    update = qdagger.make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+    update = qdagger.make_update(learner, replay, autocast, args)
     for _ in range(device.CudaGraph.CALLS_BEFORE + 1):
         update(*replay.window, 1.0, 1e-4)
     observation = torch.zeros((16, 4, 84, 84), dtype=torch.uint8, device=picked)

@@ -172,7 +172,9 @@ def check_qdagger_loss(batch: dict[str, np.ndarray], weight: float, temperature:
     gradients, losses = jax.jit(jax.grad(qdagger_jax.qdagger_loss, has_aux=True), static_argnums=5)(
         to_jax(student), to_jax(target_network), jax_side, weight, temperature, apply
     )
-    expected = qdagger.qdagger_loss(student, target_network, torch_side, weight, temperature)
+    expected = qdagger.qdagger_loss(
+        student, qdagger.td_target(target_network, torch_side), torch_side, weight, temperature
+    )
     expected.loss.backward()
     for name in ("loss", "td_loss", "distill_loss"):
         assert getattr(losses, name).item() == pytest.approx(getattr(expected, name).item(), rel=1e-5), name
@@ -258,7 +260,9 @@ def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None
     for batch in batches:
         torch_side = torch_batch(torch_script, batch)
         if script is qdagger_jax:
-            expected = qdagger.qdagger_loss(student, target_network, torch_side, 0.7, 0.5)
+            expected = qdagger.qdagger_loss(
+                student, qdagger.td_target(target_network, torch_side), torch_side, 0.7, 0.5
+            )
         else:
             expected = dqn_atari.dqn_loss(student, target_network, torch_side)
         adam.zero_grad()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cleanrl_utils.atari import Step
-from cleanrl_utils.device import CudaGraph, pick_torch_device
+from cleanrl_utils.device import CudaGraph, cuda_graphs, pick_torch_device
 
 Weights = dict[str, np.ndarray]
 """A state dict in float64"""
@@ -300,7 +300,7 @@ def test_loss_and_its_gradient(
     td, kl = reference_losses(q[state], action, target, teacher_q, temperature)
 
     table = Table(q.copy())
-    losses = qdagger.qdagger_loss(table, table, batch, weight, temperature)
+    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, weight, temperature)
     np.testing.assert_allclose(losses.td_loss.item(), td, rtol=1e-10)
     np.testing.assert_allclose(losses.distill_loss.item(), kl, rtol=1e-8, atol=1e-12)
     np.testing.assert_allclose(losses.loss.item(), td + weight * kl, rtol=1e-8, atol=1e-12)
@@ -345,7 +345,7 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     zeros = torch.zeros(2, dtype=torch.float64)
     teacher_q = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]], dtype=torch.float64)
     batch = qdagger.Batch(torch.arange(2), torch.tensor([0, 1]), zeros, torch.arange(2), zeros, teacher_q)
-    losses = qdagger.qdagger_loss(table, table, batch, 1.0, 0.1)
+    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, 1.0, 0.1)
     losses.loss.backward()
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # one row: certain of an action 5e3 below; one: 0
     assert torch.isfinite(table.q_values.grad).all()
@@ -367,7 +367,7 @@ def test_losses_in_float32(weight: float, temperature: float) -> None:
     td, kl = reference_losses(
         q, batch.action.numpy(), target, batch.teacher_q_values.numpy().astype(float), temperature
     )
-    losses = qdagger.qdagger_loss(student, target_network, batch, weight, temperature)
+    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, weight, temperature)
     assert losses.td_loss.item() == pytest.approx(td, rel=1e-5)
     assert losses.distill_loss.item() == pytest.approx(kl, rel=1e-5)
     assert losses.loss.item() == pytest.approx(td + weight * kl, rel=1e-5)
@@ -383,7 +383,7 @@ def test_gradient_of_every_parameter() -> None:
     student = spread(qdagger.QNetwork(4), seed=20)
     target_network = spread(qdagger.QNetwork(4), seed=21)
     batch = make_batch(rng, 3, 4, torch.float64)
-    losses = qdagger.qdagger_loss(student, target_network, batch, 0.7, 0.5)
+    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, 0.7, 0.5)
     losses.loss.backward()
 
     weights, action, teacher_q = float64_weights(student), batch.action.numpy(), batch.teacher_q_values.numpy()
@@ -447,9 +447,9 @@ def learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bool = 
         optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)  # Adam refuses
     generator = (torch.Generator if device == "cpu" else MetaGenerator)().manual_seed(7)
     autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
-    update = script.make_update(q_network, target_network, optimizer, replay, generator, autocast, args)
+    update = script.make_update((q_network, target_network, optimizer, generator), replay, autocast, args)
     made = Learner(
-        CudaGraph(update, generator) if graph else update, replay, q_network, target_network, np.random.default_rng(7)
+        cuda_graphs(update, generator) if graph else update, replay, q_network, target_network, np.random.default_rng(7)
     )
     for _ in range(20):
         replay.add(*made.step())
@@ -459,25 +459,33 @@ def learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bool = 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("script", [qdagger, dqn_atari])
 def test_update_is_a_draw_a_loss_and_a_step(script: Any, bf16: bool) -> None:
-    """λ and the learning rate are those of the call, the step is Adam's, and nothing but the student changes."""
+    """λ and learning rates are those of the call, the steps are Adam's, and nothing but the student changes."""
     made, autocast = learner(script, bf16=bf16), torch.autocast("cpu", torch.bfloat16, enabled=bf16)
     student, target_weights = copy.deepcopy(made.q_network), copy.deepcopy(made.target_network.state_dict())
     generator = torch.Generator().manual_seed(7)
     adam = torch.optim.Adam(student.parameters(), lr=1e-3, fused=True)
-    for weight, learning_rate in ((1.0, 1e-3), (0.3, 5e-4), (0.0, 2e-3)):
-        batch = made.replay.sample(8, *made.replay.window, generator)
+    for weight, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3]), (0.0, [2e-3])):
+        if script is dqn_atari:
+            learning_rates = [1e-3]
+        draw = made.replay.sample(8 * len(learning_rates), *made.replay.window, generator)
         if script is qdagger:
-            adam.param_groups[0]["lr"] = learning_rate
             with autocast:
-                expected = qdagger.qdagger_loss(student, made.target_network, batch, weight, 0.5)
-            losses = made.update(*made.replay.window, weight, learning_rate)
+                td_targets = qdagger.td_target(made.target_network, draw)
+            losses = made.update(*made.replay.window, weight, *learning_rates)
         else:
-            with autocast:
-                expected = dqn_atari.dqn_loss(student, made.target_network, batch)
             losses = made.update(*made.replay.window)
-        adam.zero_grad()
-        expected.loss.backward()
-        adam.step()
+        for i, learning_rate in enumerate(learning_rates):
+            part = slice(8 * i, 8 * i + 8)
+            batch = script.Batch(*(column[part] for column in draw))
+            with autocast:
+                if script is qdagger:
+                    expected = qdagger.qdagger_loss(student, td_targets[part], batch, weight, 0.5)
+                else:
+                    expected = dqn_atari.dqn_loss(student, made.target_network, batch)
+            adam.param_groups[0]["lr"] = learning_rate
+            adam.zero_grad()
+            expected.loss.backward()
+            adam.step()
         assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(made.q_network.parameters(), student.parameters(), strict=True))
         made.replay.add(*made.step())
@@ -586,8 +594,9 @@ def test_graph_and_plain_updates_are_the_same(script: Any, bf16: bool, graphs: l
     Meanwhile the replay's window moves, λ falls and the learning rate rises, by numbers that float32 holds exactly.
     """
     plain, graphed = (learner(script, bf16=bf16, graph=graph) for graph in (False, True))
-    for i in range(8):
-        changing = (1 - i / 16, 2**-13 * (i + 1)) if script is qdagger else ()
+    for i in range(12):
+        # One update in a call, then three, then one: as offline, and as online.
+        changing = (1 - i / 16, *[2**-13 * (i + 1)] * (1 + i % 2 * 2)) if script is qdagger else ()
         expected, got = (made.update(*made.replay.window, *changing) for made in (plain, graphed))
         for a, b in zip(expected, got, strict=True):
             assert not a.requires_grad
@@ -596,4 +605,5 @@ def test_graph_and_plain_updates_are_the_same(script: Any, bf16: bool, graphs: l
             assert torch.equal(a, b), i
         for made in (plain, graphed):
             made.replay.add(*made.step())
-    assert [graph.replays for graph in graphs] == [8 - CudaGraph.CALLS_BEFORE]
+    kinds = 2 if script is qdagger else 1
+    assert [graph.replays for graph in graphs] == [12 // kinds - CudaGraph.CALLS_BEFORE] * kinds
