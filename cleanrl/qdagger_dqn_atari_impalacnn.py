@@ -495,6 +495,8 @@ def main(args: Args) -> None:
     hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
     teacher = load_teacher(args.teacher_policy_hf_repo or hub_repo, args.teacher_model_exp_name, envs.num_actions)
     teacher.to(device, memory_format=torch.channels_last)
+    if autocast._enabled:
+        teacher.network[:-1].to(torch.bfloat16)  # now, and not in every call: its weights stay as they are
     if device.type == "cuda":
         args = rehearsed(rehearse, args, envs.num_actions)
 
