@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from cleanrl_utils import report
 from cleanrl_utils.run import MAY_CHANGE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,6 +175,15 @@ def test_readme_is_short() -> None:
     text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\]\([^)]*\)|^#+ ", " ", text, flags=re.MULTILINE)
     assert len(text.split()) <= 750
+
+
+def test_results_are_those_of_the_committed_runs(tmp_path: Path) -> None:
+    """README's table is the report's."""
+    report.main(report.Args([ROOT / "benchmark/runs"], tmp_path))
+    rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith(("| game", "| Pong"))]
+    assert len(rows) > 1
+    for row in rows:
+        assert row in README.read_text().splitlines()
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
