@@ -1,6 +1,6 @@
 """Play whole games: scores are unclipped, all lives, one game per environment."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,7 @@ from cleanrl_utils.atari import AtariEnvs, emulate, make_wrapped_env
 QFunction = Callable[[np.ndarray], np.ndarray]
 """uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values"""
 
-GROUP = 32
-"""games that a forward pass chooses for"""
+MAX_PARALLEL_GAMES = 64
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
@@ -47,46 +46,31 @@ def play_games(
         EmulatorFailure: a game can't go on.
     """
     rng = np.random.default_rng(seed)
-    scores = np.full(episodes, np.nan)
+    scores: list[int] = []
     with tqdm(total=episodes, desc=description, unit="game", leave=False, disable=None) as bar:  # only on a terminal
-        groups = {}
-        for first in range(0, episodes, GROUP):
-            envs_args = env_id, min(GROUP, episodes - first), seed + first, repeat_action_probability
-            groups[first] = play_side_by_side(q_function, envs_args, epsilon, rng, bar)
-        while groups:
-            for first in list(groups)[:2]:  # in turns: while actions are chosen for one, the other is emulated
-                try:
-                    next(groups[first])
-                except StopIteration as end:
-                    scores[first : first + GROUP] = end.value
-                    bar.set_postfix_str(f"mean return {np.nanmean(scores):.1f}")
-                    del groups[first]
-    return scores
-
-
-def play_side_by_side(
-    q_function: QFunction | None, envs_args: tuple, epsilon: float, rng: np.random.Generator, bar: tqdm
-) -> Generator[None, None, np.ndarray]:
-    """One game in each of some environments; yields whenever they are being emulated, returns scores, int64 (N,)."""
-    envs = AtariEnvs(*envs_args)
-    observation = envs.reset()
-    playing, scores = np.ones(envs.num_envs, bool), np.zeros(envs.num_envs, np.int64)
-    while playing.any():
-        action = np.zeros(envs.num_envs, np.int64)
-        if q_function is None:
-            action[playing] = rng.integers(0, envs.num_actions, playing.sum())
-        else:
-            action[playing] = epsilon_greedy(q_function(observation[playing]), epsilon, rng)
-        envs.send(action)
-        yield
-        step = envs.recv()
-        observation = step.observation
-        for i, (score, _) in zip(np.flatnonzero(step.reset), step.games, strict=True):
-            if playing[i]:
-                scores[i], playing[i] = score, False
-                bar.update()
-    envs.close()
-    return scores
+        while len(scores) < episodes:
+            num_envs = min(MAX_PARALLEL_GAMES, episodes - len(scores))
+            envs = AtariEnvs(env_id, num_envs, seed + len(scores), repeat_action_probability)
+            observation = envs.reset()
+            playing = np.ones(num_envs, bool)
+            wave = np.zeros(num_envs, np.int64)
+            while playing.any():
+                action = np.zeros(num_envs, np.int64)
+                if q_function is None:
+                    action[playing] = rng.integers(0, envs.num_actions, playing.sum())
+                else:
+                    action[playing] = epsilon_greedy(q_function(observation[playing]), epsilon, rng)
+                envs.send(action)
+                step = envs.recv()
+                observation = step.observation
+                for i, (score, _) in zip(np.flatnonzero(step.reset), step.games, strict=True):
+                    if playing[i]:
+                        wave[i], playing[i] = score, False
+                        bar.update()
+            envs.close()
+            scores.extend(wave)
+            bar.set_postfix_str(f"mean return {np.mean(scores):.1f}")
+    return np.array(scores, np.float64)
 
 
 def play_wrapped_game(

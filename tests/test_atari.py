@@ -583,7 +583,7 @@ def test_short_games_are_not_over_represented(stubs: list[StubEnvs]) -> None:
     assert scores.dtype == np.float64
     assert scores.tolist() == [score for envs in stubs for _, score in envs.first]
     assert sum(envs.num_envs for envs in stubs) == 200
-    assert max(envs.num_envs for envs in stubs) <= evaluation.GROUP
+    assert max(envs.num_envs for envs in stubs) <= evaluation.MAX_PARALLEL_GAMES
     assert len({envs.seed for envs in stubs}) == len(stubs) > 1
     assert all(envs.closed for envs in stubs)
     assert abs(scores.mean() - 150) < 4 * 301 / np.sqrt(200)
