@@ -57,6 +57,7 @@ lint: $(VENV)/test
 
 benchmark: $(VENV)/test
 	$(RUN) benchmark/throughput.py --teacher $(TEACHER)
+	$(RUN) benchmark/throughput.py --teacher $(TEACHER) --backend jax
 
 benchmark-gpu: $(VENV)/test
 	PYTHON=$(RUN) benchmark/gpu.sh

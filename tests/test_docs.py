@@ -170,11 +170,8 @@ def test_every_module_has_its_place_in_the_table() -> None:
 
 
 def test_readme_is_short() -> None:
-    """At most 750 words of prose."""
-    text = re.sub(r"^```.*?^```", "", README.read_text(), flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\]\([^)]*\)|^#+ ", " ", text, flags=re.MULTILINE)
-    assert len(text.split()) <= 750
+    """Some 700 words, as `wc -w` counts them, tables, commands and citation included."""
+    assert len(README.read_text().split()) <= 720
 
 
 def test_results_are_those_of_the_committed_runs(tmp_path: Path) -> None:
