@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What this repository measured on two CPU cores: Pong from the embedded teachers and, with as many updates, from
-# scratch; three seeds. On one core each, a run takes about 35 minutes in PyTorch, and 80 in JAX.
+# Small enough for two CPU cores: Pong from the embedded teachers and, with as many updates, from scratch; three seeds.
+# On one core each, a run takes some 40 minutes in PyTorch and, by its slower updates, more than twice that in JAX.
 # Flags for the runner may follow.
 set -euo pipefail
 cd "$(dirname "$0")/.."
