@@ -147,14 +147,14 @@ class AtariEnvs:
         self._score = np.zeros(num_envs, np.int64)
         self._length = np.zeros(num_envs, np.int64)
         self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
-        """called when the emulator fails in a step, before the failure goes on its way"""
+        """called when the emulator fails, before the failure goes on its way"""
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
         if self._sent:  # a step that nobody waits for any more
             self.recv()
         seeds = env_seeds(self._seed if seed is None else seed, self.num_envs)
-        observation, info = emulate(self._envs.reset, seed=seeds)
+        observation, info = self._emulate(self._envs.reset, seed=seeds)
         self._game_start = info["frame_number"] - info["episode_frame_number"]
         self._score[:], self._length[:] = 0, 0
         self._press_fire = np.ones(self.num_envs, bool)
@@ -164,13 +164,13 @@ class AtariEnvs:
         """Starts a step with ``action``; returns the actions really taken, FIRE where it is due. Both int64 (N,)."""
         if self._fire_action is not None:
             action = np.where(self._press_fire, self._fire_action, action)
-        self._step(self._envs.send, action)
+        self._emulate(self._envs.send, action)
         self._sent = True
         return action
 
     def recv(self) -> Step:
         """Waits for the step that :meth:`send` started."""
-        observation, reward, terminated, truncated, info = self._step(self._envs.recv)
+        observation, reward, terminated, truncated, info = self._emulate(self._envs.recv)
         self._sent = False
         # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
         # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
@@ -188,9 +188,9 @@ class AtariEnvs:
         self.send(action)
         return self.recv()
 
-    def _step(self, function: Callable[..., Result], *args: Any) -> Result:
+    def _emulate(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
         try:
-            return emulate(function, *args)
+            return emulate(function, *args, **kwargs)
         except EmulatorFailure as failure:
             self.on_failure(failure)
             raise

@@ -167,12 +167,10 @@ def read_state(path: Path) -> tuple[Json, dict[str, bytes]]:
 
 
 def read_ring(array: Any, low: int, high: int) -> np.ndarray:
-    """Slots ``[low, high)`` of an array of PyTorch or JAX; a view if it is on the CPU."""
+    """Slots ``[low, high)`` of an array of PyTorch or JAX."""
     if hasattr(array, "cpu"):
         return array[low:high].cpu().numpy()
-    if next(iter(array.devices())).platform == "cpu":
-        return np.asarray(array)[low:high]
-    from jax.lax import dynamic_slice_in_dim
+    from jax.lax import dynamic_slice_in_dim  # compiled once for each number of slots, indexing for every place
 
     return np.asarray(dynamic_slice_in_dim(array, low, high - low))
 
@@ -213,7 +211,7 @@ class CheckpointStore:
         Raises:
             OSError: it can't be written. Those that there were are as they were, and saving can be tried again.
         """
-        segments, written = [], set()
+        segments = []
         try:
             if not self.directory.is_dir():
                 self.directory.mkdir()
@@ -224,44 +222,39 @@ class CheckpointStore:
                     segments = [segment for segment in self._segments if segment.high > oldest]
                 step = max(segments[-1].high if segments else 0, oldest, 0)
                 while step < replay.steps_added:
-                    segment = self._write_segment(replay, replay_name, step, written)
-                    segments.append(segment)
-                    step = segment.high
+                    segments.append(self._write_segment(replay, replay_name, step))
+                    step = segments[-1].high
             state = {"run": state, "parts": list(parts), "replay": None, "segments": segments}
             if replay is not None:
                 state["replay"] = {"name": replay_name, "steps_added": replay.steps_added, "age": replay.age.tolist()}
                 state["replay"]["members"] = [f"{name}.npy" for name in replay.ring._fields]
             name = f"{self._number + 1:06d}.state"
-            written.add(name)
             with atomic_write(self.directory / name) as file, zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("state.json", json.dumps(state))
                 for part, data in parts.items():
                     archive.writestr(part, data)
         except BaseException:
-            self._delete(written)
+            self._collect()
             raise
         self._number, self._replay_name, self._segments = self._number + 1, replay_name, segments
         self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
         self._collect()
 
-    def _write_segment(self, replay: Replay, name: str, step: int, written: set[str]) -> Segment:
+    def _write_segment(self, replay: Replay, name: str, step: int) -> Segment:
         """Writes the steps from ``step`` on: as many as one file may have, none beyond the end of the ring."""
         slot = step % replay.length
         step_bytes = sum(array.nbytes // replay.length for array in replay.ring)
         steps = min(replay.steps_added - step, replay.length - slot, max(1, SEGMENT_BYTES // step_bytes))
         segment = Segment(f"{name}-{step}-{step + steps}-{uuid4().hex[:8]}.replay", step, step + steps)
-        written.add(segment.file)
         arrays = {key: read_ring(array, slot, slot + steps) for key, array in replay.ring._asdict().items()}
         with atomic_write(self.directory / segment.file) as file:
             np.savez(file, allow_pickle=False, **arrays)
         return segment
 
     def _collect(self) -> None:
-        self._delete({path.name for path in self.directory.iterdir()}.difference(*self._kept))
-
-    def _delete(self, names: set[str]) -> None:
-        for name in names:
-            with contextlib.suppress(OSError):  # tried again after the next checkpoint
+        """Deletes what belongs to no checkpoint that is kept."""
+        with contextlib.suppress(OSError):  # tried again after the next checkpoint
+            for name in {path.name for path in self.directory.iterdir()}.difference(*self._kept):
                 (self.directory / name).unlink()
 
     @property
@@ -300,7 +293,8 @@ class CheckpointStore:
                 print(message, file=sys.stderr, flush=True)
             self._number, self._segments, self._replay_state = int(name[:6]), segments, state["replay"]
             self._replay_name = state["replay"]["name"] if state["replay"] else ""
-            self._kept = [{name, *(segment.file for segment in segments)}]
+            others = {path.name for path in self.directory.iterdir()}  # they stay until there is a newer one
+            self._kept = [{name, *(segment.file for segment in segments)}, others]
             return state["run"], parts
         if problems:
             raise UserError(

@@ -29,6 +29,7 @@ def play_games(
     seed: int,
     repeat_action_probability: float | None = None,
     description: str = "evaluation",
+    between: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
     """Scores of ``episodes`` whole games played ε-greedily, float64 (episodes,).
 
@@ -41,6 +42,7 @@ def play_games(
         epsilon: probability of a random action.
         seed: the same seed gives the same games.
         description: what the progress bar says.
+        between: called before every step; may raise.
 
     Raises:
         EmulatorFailure: a game can't go on.
@@ -55,6 +57,7 @@ def play_games(
             playing = np.ones(num_envs, bool)
             wave = np.zeros(num_envs, np.int64)
             while playing.any():
+                between()
                 action = np.zeros(num_envs, np.int64)
                 if q_function is None:
                     action[playing] = rng.integers(0, envs.num_actions, playing.sum())
@@ -80,8 +83,12 @@ def play_wrapped_game(
     seed: int,
     repeat_action_probability: float | None = None,
     video: Path | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> float:
     """Score of one whole game in the stable-baselines3 wrappers; written as an mp4 file when ``video`` names one.
+
+    Args:
+        between: called before every step; may raise. The other arguments are those of :func:`play_games`.
 
     Raises:
         EmulatorFailure: the game can't go on.
@@ -99,6 +106,7 @@ def play_wrapped_game(
     score = 0.0
     observation, _ = emulate(env.reset, seed=seed)
     while True:
+        between()
         action = epsilon_greedy(q_function(np.asarray(observation)[None]), epsilon, rng)
         observation, reward, terminated, _, _ = emulate(env.step, int(action[0]))
         score += float(reward)

@@ -5,6 +5,7 @@ A script is a row of phases. It tells its :class:`Run` what a checkpoint has to 
 two of them the run writes checkpoints and stops when told to.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -31,7 +32,6 @@ from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
 from cleanrl_utils.tracking import script_of, warn_once
 
 T = TypeVar("T")
-Result = TypeVar("Result")
 
 MAY_CHANGE = {
     *("resume", "total_timesteps", "checkpoint_minutes", "max_minutes", "eval_episodes", "cuda", "cuda_graph"),
@@ -49,15 +49,8 @@ MAX_ACTIONS = 18
 HARDLY = 0.005
 """of all variation in a batch's Q-values; on Pong a healthy student has five times that after 100 updates"""
 
-WRITING = 0.02
-"""the fraction of its time that a run may spend on the checkpoints of every `checkpoint_minutes`"""
-
 PROGRESS_EVERY = 5.0
 """seconds between two versions of progress.json"""
-
-
-class Stopped(BaseException):
-    """Raised by a signal in the middle of an evaluation."""
 
 
 def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
@@ -115,7 +108,7 @@ class Run:
             always do.
 
     Raises:
-        UserError: see `start_run` and :func:`load_checkpoint`.
+        UserError: see :func:`~cleanrl_utils.tracking.open_run` and :func:`load_checkpoint`.
     """
 
     def __init__(self, args: Any):
@@ -141,9 +134,9 @@ class Run:
         self._loaded_parts: dict[str, bytes] = {}
         self._seconds = 0.0
         self._total, self._unit, self._return, self._progress_written = 0, "step", None, 0.0
-        self._wandb_id: str | None = None
         if args.resume is None:
-            self.dir, self.writer = tracking.start_run(args)
+            self.dir = tracking.new_run_dir(args)
+            self.writer, self._wandb_id = tracking.open_run(args, self.dir)
             self._lock = lock_directory(self.dir)
             self._store = CheckpointStore(self.dir / "checkpoint")
             print(f"run directory: {self.dir}", flush=True)
@@ -151,21 +144,18 @@ class Run:
             self.dir = Path(args.resume)
             self._lock = lock_directory(self.dir)
             self._store, loaded, self._loaded_parts = load_checkpoint(self.dir, args)
-            self._wandb_id = loaded["wandb_id"]  # kept also while nothing is tracked
-            self.writer = tracking.reopen_run(args, self.dir, loaded["event_files"], self._wandb_id)
+            logs = loaded["event_files"], loaded["wandb_id"]  # the latter is kept also while nothing is tracked
+            self.writer, self._wandb_id = tracking.open_run(args, self.dir, *logs)
             self._over, self.phase, self.done = loaded["over"], loaded["phase"], loaded["done"]
             self._seconds, self.state = loaded["seconds"], loaded["state"]
             self.results = {name: np.array(scores) for name, scores in loaded["results"].items()}
             self.videos = [Path(video) for video in loaded["videos"]]
             where = f"in {self.phase} after {self.done:,} steps" if self.phase else f"after {', '.join(self._over)}"
             print(f"resuming {self.dir} {where}", flush=True)
-        if args.track:
-            self._wandb_id = tracking.wandb_run_id()
-        self._phase_started = self._last_checkpoint = time.monotonic()
-        self._pause = 0.0
+        self._clock: float | None = None  # when `seconds` was last noted, if it is running
+        self._last_checkpoint = time.monotonic()
         self._warned = False
         self._signal: signal.Signals | None = None
-        self._interruptible = False
         self._handlers: dict[signal.Signals, Any] = {}
         if args.checkpoint_minutes:
             self._handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_CODES}
@@ -209,24 +199,21 @@ class Run:
         the replay as truncated.
 
         Raises:
-            TrainingFailure: the emulator failed; the last checkpoint is what there is.
+            TrainingFailure: the emulator failed, now or in a later step; what there is was saved.
         """
         envs.on_failure = self._fail_emulator
-        try:
-            if self.done == 0:
-                return envs.reset()
-            self._replay.end_games()
-            seeds = np.random.SeedSequence((self.args.seed, zlib.crc32(self.phase.encode()), self.done))
-            return envs.reset(int(seeds.generate_state(1)[0]))
-        except EmulatorFailure as failure:
-            self._give_up(failure)
+        if self.done == 0:
+            return envs.reset()
+        self._replay.end_games()
+        seeds = np.random.SeedSequence((self.args.seed, zlib.crc32(self.phase.encode()), self.done))
+        return envs.reset(int(seeds.generate_state(1)[0]))
 
     # ==================== the phases ====================
 
     @property
     def seconds(self) -> float:
         """Time spent in this phase, without evaluations and without the time between stopping and resuming."""
-        return self._seconds + time.monotonic() - self._phase_started
+        return self._seconds + (time.monotonic() - self._clock if self._clock else 0.0)
 
     def over(self, phase: str) -> bool:
         """Whether the run has that phase behind it."""
@@ -238,7 +225,7 @@ class Run:
             return
         self.phase, self._total, self._unit = phase, total, unit
         self.bar = tracking.progress_bar(total, phase, unit, self.done)
-        self._phase_started = time.monotonic()
+        self._clock = time.monotonic()
         while self.done < total:
             self._between_steps()
             yield self.done
@@ -256,13 +243,10 @@ class Run:
         now = time.monotonic()
         if now - self._progress_written > PROGRESS_EVERY:
             self._write_progress()
-        if self._signal:
-            self._stop()
+        self._stop_if_told()
         minutes = self.args.checkpoint_minutes
-        if minutes and now - self._last_checkpoint >= max(minutes * 60, self._pause):
+        if minutes and now - self._last_checkpoint >= minutes * 60:
             self.save()
-            # Where all of a large replay is new each time, or the disk is slow, checkpoints become fewer, not training.
-            self._pause = (time.monotonic() - now) / WRITING
 
     def _write_progress(self, finished: bool = False) -> None:
         """Writes progress.json, from which others, the benchmark runner for one, see how far the run is."""
@@ -290,14 +274,11 @@ class Run:
         """Notes that a phase is over, with a checkpoint before the next."""
         self.check_learning()
         self._over.append(phase)
-        self.phase, self.done, self._seconds = "", 0, 0.0
+        self.phase, self.done, self._seconds, self._clock = "", 0, 0.0, None
         self._total, self.bar = 0, tqdm(disable=True)
-        self._phase_started = time.monotonic()
-        if self._signal:
-            self._stop()
+        self._stop_if_told()
         if self.args.checkpoint_minutes:
             self.save()
-        self._phase_started = time.monotonic()
 
     def evaluate(self, name: str, q_function: QFunction | None, episodes: int) -> float:
         """Plays whole games at ε = `end_e` (at random without a Q-function), notes the scores, returns their mean.
@@ -311,40 +292,22 @@ class Run:
         args = self.args
         if name not in self.results:
             self.check_learning()
-            env_id, epsilon, sticky = args.env_id, args.end_e, args.repeat_action_probability
-            returns = self._interrupt_by_signal(
-                lambda: play_games(q_function, env_id, episodes, epsilon, args.seed + 1000, sticky, name)
-            )
-            tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
-            if args.capture_video and q_function is not None:
-                video = Path("videos") / self.dir.name / f"{name.replace(' ', '-')}.mp4"
-                self._interrupt_by_signal(
-                    lambda: play_wrapped_game(q_function, env_id, epsilon, args.seed, sticky, video)
-                )
-                self.videos.append(video)
-            self.results[name] = returns
-            self._return = float(returns.mean())
+            game = {"env_id": args.env_id, "epsilon": args.end_e, "between": self._stop_if_told}
+            game["repeat_action_probability"] = args.repeat_action_probability
+            self._seconds, running, self._clock = self.seconds, self._clock, None
+            try:
+                returns = play_games(q_function, episodes=episodes, seed=args.seed + 1000, description=name, **game)
+                tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
+                if args.capture_video and q_function is not None:
+                    video = Path("videos") / self.dir.name / f"{name.replace(' ', '-')}.mp4"
+                    play_wrapped_game(q_function, seed=args.seed, video=video, **game)
+                    self.videos.append(video)
+            except EmulatorFailure as failure:
+                self._fail_emulator(failure)
+            self._clock = running and time.monotonic()
+            self.results[name], self._return = returns, float(returns.mean())
             self._write_progress()
         return float(self.results[name].mean())
-
-    def _interrupt_by_signal(self, function: Callable[[], Result]) -> Result:
-        started, result, failure = time.monotonic(), None, None
-        try:
-            self._interruptible = True
-            if not self._signal:
-                try:
-                    result = function()
-                except EmulatorFailure as error:
-                    failure = error
-            self._interruptible = False
-        except Stopped:
-            self._interruptible = False
-        self._phase_started += time.monotonic() - started
-        if self._signal:
-            self._stop()
-        if failure:
-            self._fail_emulator(failure)
-        return result
 
     def check_learning(self) -> None:
         """Stops the run if the last update's loss is not a finite number; warns if the network has collapsed.
@@ -435,10 +398,10 @@ class Run:
             self._signal = signal.Signals(number)
             # tqdm and print are not to be called from a signal handler: it may have interrupted one of them.
             os.write(2, f"\n{self._signal.name}: saving after this iteration\n".encode())
-            if self._interruptible:
-                raise Stopped
 
-    def _stop(self) -> NoReturn:
+    def _stop_if_told(self) -> None:
+        if self._signal is None:
+            return
         self.bar.close()  # or the message would end up in its line
         number = self._signal
         saved = self.save()
@@ -451,25 +414,18 @@ class Run:
         """Saves what there is; the iteration that failed is not counted, and a resumed run begins it again."""
         if self.args.checkpoint_minutes:
             self.save()
-        self._give_up(failure)
-
-    def _give_up(self, failure: EmulatorFailure) -> NoReturn:
         self.close()
         raise TrainingFailure(f"{failure}; {self._last_saved()}", failure.exit_code) from failure
 
     def close(self, videos: Sequence[Path] = ()) -> None:
         """Closes the logs, adds ``videos`` to those of W&B; from here on signals do again what they always do."""
         self.bar.close()
-        self._release_signals()
-        os.close(self._lock)
-        tracking.finish_run(self.args, self.writer, videos)
-
-    def _release_signals(self) -> None:
         if self._handlers:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._handlers = {}
+        os.close(self._lock)
+        tracking.finish_run(self.args, self.writer, videos)
 
     def finish(self) -> None:
         """Ends the run for good: no checkpoint of it can be resumed any more, and none keeps its replay on the disk."""
@@ -486,19 +442,14 @@ def lock_directory(path: Path) -> int:
     """A file descriptor that keeps other processes from going on with the same run, until it is closed.
 
     Raises:
-        UserError: there is no such directory, or another process has it.
+        UserError: another process has it.
     """
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"--resume {path}: {error.strerror}; give a run's directory, runs/{{run_name}}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(
-            f"--resume {path}: this run is still running in another process; stop that one first"
-        ) from error
-    except OSError:
-        pass  # a filesystem that knows no locks
+    descriptor = os.open(path, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a filesystem that knows no locks
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            reason = "this run is still running in another process; stop that one first"
+            raise UserError(f"--resume {path}: {reason}") from error
     return descriptor

@@ -106,35 +106,9 @@ def script_of(args: Any) -> Path:
     return Path(inspect.getfile(type(args)))
 
 
-def start_run(args: Any) -> tuple[Path, EventWriter]:
-    """Makes ``runs/{env_id}__{exp_name}__{seed}__{unix time}``, starts W&B with ``--track``, and writes the flags down.
-
-    Returns:
-        The run's directory, and the TensorBoard writer into it.
-
-    Raises:
-        UserError: the directory can't be written, or W&B can't start.
-    """
-    run_name = f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path("runs") / run_name
-    if args.track:
-        start_wandb(args, run_dir)
-    try:
-        run_dir.mkdir(parents=True)
-        writer = EventWriter(run_dir)
-    except FileExistsError as error:
-        raise UserError(
-            f"{run_dir} is that of another run, started in the same second; start this one again"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"{run_dir} can't be written ({error.strerror or error}); run from a folder that you may write to"
-        ) from error
-    if args.track:
-        copy_to_wandb(run_dir)
-    rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    return run_dir, writer
+def new_run_dir(args: Any) -> Path:
+    """The directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``."""
+    return Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
 
 
 def event_file_sizes(run_dir: Path) -> dict[str, int]:
@@ -142,30 +116,51 @@ def event_file_sizes(run_dir: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in run_dir.glob("events.out.tfevents.*")}
 
 
-def reopen_run(args: Any, run_dir: Path, sizes: dict[str, int], wandb_id: str | None) -> EventWriter:
-    """Cuts the event files back to ``sizes``, so that what is done again is logged once; returns a new writer.
+def open_run(
+    args: Any, run_dir: Path, sizes: dict[str, int] | None = None, wandb_id: str | None = None
+) -> tuple[EventWriter, str | None]:
+    """Makes a new run's directory and writes the flags down; with ``--track``, starts W&B or goes on with ``wandb_id``.
+
+    Args:
+        sizes: in a resumed run, what to cut its event files back to, so that what is done again is logged once.
+
+    Returns:
+        The TensorBoard writer into the directory, and the W&B run's id.
 
     Raises:
         UserError: the directory can't be written, or W&B can't start.
     """
     if args.track:
-        start_wandb(args, run_dir, wandb_id)
+        wandb_id = start_wandb(args, run_dir, wandb_id)
     try:
+        if sizes is None:
+            run_dir.mkdir(parents=True)
         for name, size in event_file_sizes(run_dir).items():
             if name not in sizes:
                 (run_dir / name).unlink()
             elif size > sizes[name]:
                 os.truncate(run_dir / name, sizes[name])
         writer = EventWriter(run_dir)
+    except FileExistsError as error:
+        reason = "is that of another run, started in the same second; start this one again"
+        raise UserError(f"{run_dir} {reason}") from error
     except OSError as error:
-        raise UserError(f"{run_dir} can't be written ({error.strerror or error}); make it writable") from error
+        reason = error.strerror or error
+        raise UserError(f"{run_dir} can't be written ({reason}); work in a folder that you may write to") from error
     if args.track:
-        copy_to_wandb(run_dir)
-    return writer
+        import wandb
+
+        # What sync_tensorboard does when a SummaryWriter of one of the libraries that it knows is made. Without the
+        # root, W&B waits ten seconds for other directories to find out what they have in common.
+        wandb.run._tensorboard_callback(str(run_dir), root_logdir=str(run_dir))
+    if sizes is None:
+        rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
+    return writer, wandb_id
 
 
-def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
-    """Starts a W&B run, or goes on with the run ``wandb_id``.
+def start_wandb(args: Any, run_dir: Path, wandb_id: str | None) -> str:
+    """Starts a W&B run, or goes on with the run ``wandb_id``; returns its id.
 
     ``WANDB_MODE=offline`` keeps it on disk, and so does a server that can't be reached.
 
@@ -195,21 +190,6 @@ def start_wandb(args: Any, run_dir: Path, wandb_id: str | None = None) -> None:
     except wandb.errors.Error as error:
         warn_once("W&B can't be reached", error, "it is kept on disk: upload it afterwards with `wandb sync`")
         init(mode="offline")
-
-
-def copy_to_wandb(run_dir: Path) -> None:
-    """Makes W&B's run follow the event files in ``run_dir``."""
-    import wandb
-
-    # What sync_tensorboard does when a SummaryWriter of one of the libraries that it knows is made. Without the root,
-    # W&B waits ten seconds for other directories to find out what they have in common.
-    wandb.run._tensorboard_callback(str(run_dir), root_logdir=str(run_dir))
-
-
-def wandb_run_id() -> str:
-    """The id by which the W&B run that was started can be continued."""
-    import wandb
-
     return wandb.run.id
 
 

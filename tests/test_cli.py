@@ -139,7 +139,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_games(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations take no time in this process."""
-    monkeypatch.setattr("cleanrl_utils.run.play_games", lambda *args: np.zeros(1))
+    monkeypatch.setattr("cleanrl_utils.run.play_games", lambda q_function, **game: np.zeros(1))
 
 
 class FinishedRun(NamedTuple):
@@ -528,7 +528,7 @@ def test_cleanrl_command_lines(
         assert len(list(run_dir.glob("*-offline-16.cleanrl_model"))) == has_teacher
         shutil.rmtree("runs")
         # What is left to see is when updates are made, and nothing need be played or compiled for it.
-        monkeypatch.setattr("cleanrl_utils.run.play_games", lambda *args: np.zeros(1))
+        monkeypatch.setattr("cleanrl_utils.run.play_games", lambda q_function, **game: np.zeros(1))
         monkeypatch.setattr(script, "update", lambda state, *_, **__: (state, losses), raising=False)
 
 

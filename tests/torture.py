@@ -29,7 +29,7 @@ import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax  # noqa: E402
 from test_cli import only, read_scalars, tiny, twin, write_teacher  # noqa: E402
 
-from cleanrl_utils import device, run  # noqa: E402
+from cleanrl_utils import device  # noqa: E402
 from cleanrl_utils.checkpoint import CheckpointStore  # noqa: E402
 from cleanrl_utils.checks import UserError  # noqa: E402
 from cleanrl_utils.run import parse_args  # noqa: E402
@@ -84,7 +84,6 @@ def main() -> None:
     script = {"torch": qdagger, "jax": qdagger_jax}[options.backend]
     rng = random.Random(options.seed)
     device.available_cores = lambda: 1
-    run.WRITING = 1e9  # hardly a step is made between two checkpoints
     folder = Path(tempfile.mkdtemp(prefix="torture"))
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))  # the children compile the same
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
