@@ -53,9 +53,17 @@ def nvidia_driver() -> int | None:
     return None
 
 
-def cuda_that_fits(driver: int) -> str | None:
-    """The major version of the newest CUDA that a driver runs; None if there is none, 12 if it is not known."""
-    return next((cuda for cuda, oldest in DRIVER_OF_CUDA.items() if driver >= oldest), None) if driver else "12"
+def no_use_of_gpu(driver: int, why: str, install: dict[str, str], otherwise: str) -> UserError:
+    """The error of a library that can't use the GPU of :func:`nvidia_driver`.
+
+    Args:
+        install: what to do, for each major version of CUDA; chosen is the newest that the driver runs.
+        otherwise: how to compute on the CPU.
+    """
+    cuda = next((cuda for cuda, oldest in DRIVER_OF_CUDA.items() if driver >= oldest), None) if driver else "12"
+    remedy = install[cuda] if cuda else f"update the driver to {min(DRIVER_OF_CUDA.values())} or newer"
+    version = driver or "of unknown version"
+    return UserError(f"there is an NVIDIA GPU (driver {version}), but {why}; {remedy}, or {otherwise}")
 
 
 def keep_freed_memory() -> None:
@@ -91,7 +99,7 @@ def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.au
         in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         if cuda and (driver := nvidia_driver()) is not None:
-            raise UserError(why_no_cuda(driver))
+            raise no_cuda(driver)
         # Adam's averages of gradients that have become zero decay into denormal numbers, with which a processor
         # computes a hundred times slower. Set before the first parallel region, whose threads inherit it.
         torch.set_flush_denormal(True)
@@ -101,12 +109,10 @@ def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.au
     return device, torch.autocast(device.type, torch.bfloat16, enabled=bf16 and in_hardware)
 
 
-def why_no_cuda(driver: int) -> str:
+def no_cuda(driver: int) -> UserError:
     """Why PyTorch can't use the GPU that the driver shows, and what to do."""
     import torch
 
-    version = f"driver {driver or 'of unknown version'}"
-    cuda = cuda_that_fits(driver)
     if torch.version.cuda is None:
         why = f"PyTorch {torch.__version__} is built without CUDA"
     else:
@@ -115,12 +121,9 @@ def why_no_cuda(driver: int) -> str:
             torch.cuda.init()
         except Exception as error:
             why += f" ({str(error).split('. ')[0].rstrip('.')})"
-    install = {
-        "13": "pip install -U torch",
-        "12": "install it for CUDA 12 by the pip command that PyTorch's install page gives for that",
-        None: f"update the driver to {min(DRIVER_OF_CUDA.values())} or newer",
-    }[cuda]
-    return f"there is an NVIDIA GPU ({version}), but {why}; {install}, or give --no-cuda to compute on the CPU"
+    for_12 = "install it for CUDA 12 by the pip command that PyTorch's install page gives for that"
+    install = {"13": "pip install -U torch", "12": for_12}
+    return no_use_of_gpu(driver, why, install, "give --no-cuda to compute on the CPU")
 
 
 def available_memory(device: "torch.device") -> int:
@@ -310,16 +313,9 @@ def pick_jax_device(bf16: bool) -> Any:
             raise
         on_cpu, reason = True, str(error).splitlines()[0]
     if on_cpu and driver is not None:
-        cuda = cuda_that_fits(driver)
-        install = (
-            f'pip install -U "jax[cuda{cuda}]"'
-            if cuda
-            else f"update the driver to {min(DRIVER_OF_CUDA.values())} or newer"
-        )
-        raise UserError(
-            f"there is an NVIDIA GPU (driver {driver or 'of unknown version'}), but JAX {jax.__version__} can't use it "
-            f"({reason}); {install}, or set JAX_PLATFORMS=cpu to compute on the CPU"
-        )
+        install = {cuda: f'pip install -U "jax[cuda{cuda}]"' for cuda in DRIVER_OF_CUDA}
+        why = f"JAX {jax.__version__} can't use it ({reason})"
+        raise no_use_of_gpu(driver, why, install, "set JAX_PLATFORMS=cpu to compute on the CPU")
     # Compiling for a GPU takes minutes, for a CPU seconds, and code for one processor may fail on another.
     if not on_cpu and jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))

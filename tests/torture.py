@@ -2,12 +2,13 @@
 
     python tests/torture.py --kills 100 --backend jax
 
-Checkpoints are written at every iteration, so that most kills come in the middle of one. Children are forked from a
-process that has the libraries loaded, which starting them anew each time would take most of the time for. JAX bears
+Checkpoints are written at every iteration, and every other kill waits for the middle of one. Children are forked from
+a process that has the libraries loaded, which starting them anew each time would take most of the time for. JAX bears
 that as long as the parent computes nothing with it: its threads begin with the first computation.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -64,6 +65,15 @@ def newest() -> int:
     return max((int(path.stem) for path in Path().glob("runs/*/checkpoint/*.state")), default=0)
 
 
+def half_written() -> set[tuple[str, int]]:
+    """Names and inodes of the files that a checkpoint is being written to."""
+    found = set()
+    for path in Path().glob("runs/*/checkpoint/*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
 def check_replay(store: CheckpointStore) -> None:
     """Sees that in the replay of the loaded checkpoint every step that a new game follows is a final frame."""
     steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -105,8 +115,9 @@ def main() -> None:
         else:
             child = start(lambda: script.main(parse_args(script.Args, ["--resume", str(run_dir)])))  # noqa: B023
         # Two kills in the first phase and two in the last. Between them some after a time, most after so many
-        # checkpoints that all kills together come to about the end of the run.
+        # checkpoints that with those that are left the run comes to about its end.
         began, seconds, goal, in_last_phase = time.monotonic(), 600.0, float("inf"), False
+        left = half_written()  # by the kill before
         if kills < 2:
             seconds = rng.uniform(0.1, 1.5)
         elif options.kills - 2 <= kills < options.kills:
@@ -114,12 +125,16 @@ def main() -> None:
         elif kills < options.kills and rng.random() < 0.25:
             seconds = rng.uniform(0.1, 3)
         elif kills < options.kills:
-            goal = newest() + rng.uniform(0, 1.6 * checkpoints / (options.kills - 3))
+            so_far = newest()
+            goal = so_far + rng.uniform(0, 2 * max(checkpoints - so_far, 0) / (options.kills - 2 - kills))
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - began < seconds:
             if newest() >= goal or (in_last_phase and list(Path().glob(f"runs/*/{args.exp_name}.cleanrl_model"))):
                 break
             time.sleep(0.001)
-        if kills < options.kills:
+        if kills % 2 and goal < float("inf"):
+            while not half_written() - left and time.monotonic() - began < seconds:
+                time.sleep(0.0002)
+        elif kills < options.kills:
             time.sleep(rng.uniform(0, 0.1))
         if ended[0]:
             if ended[1] or kills < options.kills:
@@ -129,7 +144,7 @@ def main() -> None:
         os.waitpid(child, 0)
         kills += 1
         found = list(Path().glob("runs/*"))
-        in_write += bool(list(Path().glob("runs/*/checkpoint/*.tmp")))
+        in_write += bool(half_written() - left)
         try:
             run_dir = only(found)
             store = CheckpointStore(run_dir / "checkpoint")
