@@ -213,13 +213,13 @@ class Script:
         return self.add(self.envs.send(self.script.epsilon_greedy(teacher_q_values, 0.01, self.rng)), teacher_q_values)
 
     def offline(self) -> int:
-        self.update()
+        self.update(1)
         return 1
 
     def online(self) -> int:
         action = self.envs.send(self.script.epsilon_greedy(self.student_q(self.observation), 0.01, self.rng))
-        for _ in range(self.script.times_due(self.steps, self.steps + self.num_envs, 4)):
-            self.update()
+        if due := self.script.times_due(self.steps, self.steps + self.num_envs, 4):
+            self.update(due)
         self.steps += self.num_envs
         return self.add(action, self.teacher_q(self.observation))
 
@@ -237,11 +237,13 @@ def script_torch(args: Args) -> Script:
             num_actions = self.envs.num_actions
             teacher = script.load_model(args.teacher / "dqn_atari.cleanrl_model", num_actions)
             self.teacher = teacher.to(device, memory_format=torch.channels_last)
+            if autocast._enabled:
+                self.teacher.network[:-1].to(torch.bfloat16)
             learner = script.make_learner(self.script_args, num_actions, device)
             self.student = learner[0]
             self.replay = script.Replay(args.replay_steps, num_actions, self.script_args, device)
             update = script.make_update(learner, self.replay, autocast, self.script_args)
-            self.update = lambda: update(*self.replay.window, 1.0, 1e-4)
+            self.update = lambda due: update(*self.replay.window, 1.0, *[1e-4] * due)
 
         def on_device(self, observation: np.ndarray) -> torch.Tensor:
             return torch.as_tensor(observation, device=device)
@@ -287,13 +289,13 @@ def script_jax(args: Args) -> Script:
             self.state = script.TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
             self.apply = jax.jit(student.apply)
             learn = functools.partial(script.update, args=self.script_args, apply=student.apply, optimizer=optimizer)
-            self.learn = jax.jit(learn, donate_argnames="state")
+            self.learn = jax.jit(learn, static_argnames="due", donate_argnames="state")
 
         def student_q(self, observation: np.ndarray) -> jax.Array:
             return self.apply(self.state.params, observation)
 
-        def update(self) -> None:
-            self.state, _ = self.learn(self.state, self.replay.ring, *self.replay.window, 1.0)
+        def update(self, due: int) -> None:
+            self.state, _ = self.learn(self.state, self.replay.ring, *self.replay.window, 1.0, due=due)
 
         def wait(self) -> None:
             jax.block_until_ready(self.state)

@@ -38,8 +38,7 @@ class Args:
     seed: int = 1
     """seed of the experiment"""
     bf16: bool = True
-    """if toggled, hidden layers, student's and teacher's, compute in bfloat16 on a GPU or TPU; the last ones and the
-    losses stay float32"""
+    """if toggled, all layers but the last compute in bfloat16 on a GPU or TPU"""
     track: bool = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
     wandb_project_name: str = "cleanRL"
@@ -412,19 +411,25 @@ def update(
     low: int,
     high: int,
     distill_coefficient: float,
+    due: int,
     args: Args,
     apply: Callable,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Losses]:
-    """A gradient step on transitions of steps [low, high)."""
-    key, sample_key = jax.random.split(state.key)
-    batch = sample(ring, sample_key, low, high, args)
-    gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
-        state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
-    )
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-    params = optax.apply_updates(state.params, updates)
-    return TrainState(params, state.target_params, optimizer_state, key), losses
+    """``due`` gradient steps on transitions of steps [low, high). In a loop, XLA's convolutions for a CPU are slow."""
+
+    def step(state: TrainState, _: None) -> tuple[TrainState, Losses]:
+        key, sample_key = jax.random.split(state.key)
+        batch = sample(ring, sample_key, low, high, args)
+        gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
+            state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
+        )
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, state.target_params, optimizer_state, key), losses
+
+    state, losses = jax.lax.scan(step, state, length=due, unroll=jax.default_backend() == "cpu")
+    return state, jax.tree.map(lambda x: x[-1], losses)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -499,10 +504,8 @@ def main(args: Args) -> None:
     dtype = pick_jax_device(args.bf16)
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
     check_memory(args, Replay.bytes_per_step(envs.num_actions), available_jax_memory())
-    hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
-    repo = args.teacher_policy_hf_repo or hub_repo
+    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
     teacher, teacher_params = load_teacher(repo, args.teacher_model_exp_name, envs.num_actions, dtype)
-
     rehearse(args, envs.num_actions, dtype)
 
     run = Run(args)
@@ -519,7 +522,7 @@ def main(args: Args) -> None:
     run.register(state=lambda: state, rng=rng)
     state = run.restored("state", state)
     learn = functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer)
-    learn = jax.jit(learn, donate_argnames="state")
+    learn = jax.jit(learn, static_argnames="due", donate_argnames="state")
     teacher_apply, student_apply = jax.jit(teacher.apply), jax.jit(q_network.apply)
 
     # ==================== teacher: how well it plays, and how well one plays at random ====================
@@ -559,7 +562,7 @@ def main(args: Args) -> None:
         for updates in run.steps("offline", args.offline_steps, unit="update"):
             if updates > 0 and updates % args.offline_eval_frequency == 0:
                 evaluate_offline(updates)
-            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient)
+            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient, due=1)
             run.losses = losses
             global_step = updates + 1
             if global_step % args.target_network_frequency == 0:
@@ -594,8 +597,8 @@ def main(args: Args) -> None:
             )
             low, high = replay.window
             if step >= args.learning_starts and high > low:
-                for _ in range(times_due(step, next_step, args.train_frequency)):
-                    state, losses = learn(state, replay.ring, low, high, distill_coefficient)
+                if due := times_due(step, next_step, args.train_frequency):
+                    state, losses = learn(state, replay.ring, low, high, distill_coefficient, due=due)
                     run.losses = losses
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)

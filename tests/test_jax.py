@@ -230,35 +230,51 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
 
 @pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
 def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three updates leave the weights that three of PyTorch leave, each draws anew, and the target network stays."""
+    """Three updates leave the weights that three of PyTorch leave, each draws anew, and the target network stays.
+
+    QDagger's are made in two calls, of one update and of two.
+    """
     torch_script = qdagger if script is qdagger_jax else dqn_atari
     batches = [make_batch(seed, 2) for seed in (11, 12, 13)]
     student, target_network = (spread(torch_script.QNetwork(A), seed) for seed in (14, 15))
     optimizer = optax.adam(1e-3)
     params = to_jax(student)
-    state = script.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.PRNGKey(0))
+    state = script.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.PRNGKey(1))
 
-    # In place of a ring there are the batches themselves, and the window says which one is drawn.
+    # In place of a ring there are the batches themselves; the key says which one is drawn.
     ring = jax.tree.map(lambda *x: jnp.stack(x), *(jax_batch(script, batch) for batch in batches))
-    keys: list[jax.Array] = []
+    keys: list[tuple[int, ...]] = []
+    drawn: list[int] = []
+
+    def note(key: np.ndarray, i: np.ndarray) -> None:
+        keys.append(tuple(key.tolist()))
+        drawn.append(int(i))
 
     def sample(ring: Any, key: jax.Array, low: int, high: int, args: Any) -> Any:
         assert args.gamma == 0.9
-        jax.debug.callback(keys.append, key)
-        return jax.tree.map(lambda x: x[low + 0 * high], ring)
+        i = jax.random.randint(key, (), low - 5, high - 6)
+        jax.debug.callback(note, key, i, ordered=True)
+        return jax.tree.map(lambda x: x[i], ring)
 
     monkeypatch.setattr(script, "sample", sample)
     args = script.Args(gamma=0.9)
     args.temperature = 0.5
-    learn = jax.jit(functools.partial(script.update, args=args, apply=script.QNetwork(A).apply, optimizer=optimizer))
-    for i in range(3):
-        state, losses = learn(state, ring, i, 9, *((0.7,) if script is qdagger_jax else ()))
+    learn = functools.partial(script.update, args=args, apply=script.QNetwork(A).apply, optimizer=optimizer)
+    if script is qdagger_jax:
+        learn = jax.jit(learn, static_argnames="due")
+        for due in (1, 2):
+            state, losses = learn(state, ring, 5, 9, 0.7, due=due)
+    else:
+        learn = jax.jit(learn)
+        for _ in range(3):
+            state, losses = learn(state, ring, 5, 9)
     jax.effects_barrier()
-    assert len({tuple(key.tolist()) for key in keys}) == 3
+    assert len(set(keys)) == 3
+    assert len(set(drawn)) >= 2
 
     adam = torch.optim.Adam(student.parameters(), lr=1e-3)
-    for batch in batches:
-        torch_side = torch_batch(torch_script, batch)
+    for i in drawn:
+        torch_side = torch_batch(torch_script, batches[i])
         if script is qdagger_jax:
             expected = qdagger.qdagger_loss(
                 student, qdagger.td_target(target_network, torch_side), torch_side, 0.7, 0.5
