@@ -376,19 +376,23 @@ class Losses(NamedTuple):
     """float32 (B,), of the actions taken"""
 
 
+def td_target(target_params: Params, batch: Batch, apply: Callable) -> jax.Array:
+    """y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
+    return batch.n_step_return + batch.bootstrap_discount * bootstrap
+
+
 def qdagger_loss(
-    params: Params, target_params: Params, batch: Batch, distill_coefficient: float, temperature: float, apply: Callable
+    params: Params, y: jax.Array, batch: Batch, distill_coefficient: float, temperature: float, apply: Callable
 ) -> tuple[jax.Array, Losses]:
     """TD error plus distillation: Agarwal et al. (2022), section 4.2, eq. 2.
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ),  y = Σ γᵏ r + γᵐ max Q'(s',·)
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), with the :func:`td_target` y.
     """
-    bootstrap = apply(target_params, batch.bootstrap_observation).max(axis=1)
-    td_target = jax.lax.stop_gradient(batch.n_step_return + batch.bootstrap_discount * bootstrap)
     q_values = apply(params, batch.observation)
     # A sum over what is equal, and not an index: the gradient of one is a scatter, which is slow on a GPU.
     q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
-    td_loss = jnp.mean((q_of_action - td_target) ** 2)
+    td_loss = jnp.mean((q_of_action - y) ** 2)
     student = jax.nn.log_softmax(q_values / temperature)
     teacher = jax.nn.log_softmax(batch.teacher_q_values / temperature)
     distill_loss = jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=1))
@@ -416,20 +420,16 @@ def update(
     apply: Callable,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Losses]:
-    """``due`` gradient steps on transitions of steps [low, high). In a loop, XLA's convolutions for a CPU are slow."""
-
-    def step(state: TrainState, _: None) -> tuple[TrainState, Losses]:
-        key, sample_key = jax.random.split(state.key)
-        batch = sample(ring, sample_key, low, high, args)
-        gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
-            state.params, state.target_params, batch, distill_coefficient, args.temperature, apply
-        )
+    """``due`` gradient steps on transitions of steps [low, high), in one program; the losses are the last one's."""
+    key, *sample_keys = jax.random.split(state.key, due + 1)
+    batches = [sample(ring, sample_key, low, high, args) for sample_key in sample_keys]
+    td_targets = [td_target(state.target_params, batch, apply) for batch in batches]  # first: XLA is faster so
+    gradient = jax.grad(qdagger_loss, has_aux=True)
+    for y, batch in zip(td_targets, batches, strict=True):
+        gradients, losses = gradient(state.params, y, batch, distill_coefficient, args.temperature, apply)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(params, state.target_params, optimizer_state, key), losses
-
-    state, losses = jax.lax.scan(step, state, length=due, unroll=jax.default_backend() == "cpu")
-    return state, jax.tree.map(lambda x: x[-1], losses)
+        state = state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
+    return state._replace(key=key), losses
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -481,7 +481,7 @@ def rehearse(args: Args, num_actions: int, dtype: jnp.dtype) -> None:
         return jax.grad(lambda *x: qdagger_loss(*x, 1.0, args.temperature, network.apply)[0])
 
     params = first_params(QNetwork(num_actions), key)
-    check_jax_gradient(gradient(QNetwork(num_actions, dtype)), gradient(QNetwork(num_actions)), params, params, batch)
+    check_jax_gradient(gradient(QNetwork(num_actions, dtype)), gradient(QNetwork(num_actions)), params, one, batch)
 
 
 def player(apply: Callable, params: Params) -> Callable[[np.ndarray], np.ndarray]:

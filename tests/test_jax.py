@@ -169,8 +169,9 @@ def check_qdagger_loss(batch: dict[str, np.ndarray], weight: float, temperature:
     student, target_network = (spread(qdagger.QNetwork(A), seed) for seed in (2, 3))
     apply = qdagger_jax.QNetwork(A).apply
     torch_side, jax_side = torch_batch(qdagger, batch), jax_batch(qdagger_jax, batch)
+    td_targets = qdagger_jax.td_target(to_jax(target_network), jax_side, apply)
     gradients, losses = jax.jit(jax.grad(qdagger_jax.qdagger_loss, has_aux=True), static_argnums=5)(
-        to_jax(student), to_jax(target_network), jax_side, weight, temperature, apply
+        to_jax(student), td_targets, jax_side, weight, temperature, apply
     )
     expected = qdagger.qdagger_loss(
         student, qdagger.td_target(target_network, torch_side), torch_side, weight, temperature
@@ -223,7 +224,8 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     def look_up(q: jax.Array, state: jax.Array) -> jax.Array:
         return q[state]
 
-    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(q, q, batch, 1.0, 0.1, look_up)
+    y = qdagger_jax.td_target(q, batch, look_up)
+    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(q, y, batch, 1.0, 0.1, look_up)
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)
     assert jnp.isfinite(gradient).all()
 
@@ -239,7 +241,7 @@ def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None
     student, target_network = (spread(torch_script.QNetwork(A), seed) for seed in (14, 15))
     optimizer = optax.adam(1e-3)
     params = to_jax(student)
-    state = script.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.PRNGKey(1))
+    state = script.TrainState(params, to_jax(target_network), optimizer.init(params), jax.random.PRNGKey(5))
 
     # In place of a ring there are the batches themselves; the key says which one is drawn.
     ring = jax.tree.map(lambda *x: jnp.stack(x), *(jax_batch(script, batch) for batch in batches))
