@@ -163,7 +163,8 @@ def plain_jax(args: Args) -> Plain:
         observation, action, reward, done, following = columns
         teacher_q = teacher.apply(teacher_params, observation)
         batch = script.Batch(observation, action, reward, following, 0.99 * ~done, teacher_q)
-        gradients = jax.grad(lambda p: script.qdagger_loss(p, target_params, batch, 1.0, 0.1, student.apply)[0])(params)
+        y = script.td_target(target_params, batch, student.apply)
+        gradients = jax.grad(lambda p: script.qdagger_loss(p, y, batch, 1.0, 0.1, student.apply)[0])(params)
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(params, updates), state
 

@@ -784,9 +784,10 @@ def test_bad_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["trap"]
 
 
-def test_throughput_still_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_throughput_still_runs(backend: str, tmp_path: Path) -> None:
     """It builds on what a script's main calls, and no other test does it its way."""
-    flags = "--seconds 0.1 --rounds 1 --num-envs 2 --replay-steps 200 --batch-size 4 --no-bf16"
+    flags = f"--backend {backend} --seconds 0.1 --rounds 1 --num-envs 2 --replay-steps 200 --batch-size 4 --no-bf16"
     teacher = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1"
     result = run_script("../benchmark/throughput", tmp_path, "--teacher", teacher, *flags.split())
     assert result.returncode == 0, result.stderr
