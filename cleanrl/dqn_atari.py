@@ -20,9 +20,9 @@ from cleanrl_utils.checks import check_args, check_memory, one_line_errors
 from cleanrl_utils.device import (
     CudaGraph,
     available_memory,
+    check_torch_gradient,
     describe_torch,
     fill_at_random,
-    gradient_cosine,
     pick_torch_device,
     rehearsed,
 )
@@ -323,8 +323,8 @@ def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -
         target.lerp_(online, tau)
 
 
-def rehearse(args: Args, num_actions: int) -> float:
-    """Makes a few updates as a run will, of throwaway networks on random steps; returns `gradient_cosine`."""
+def rehearse(args: Args, num_actions: int) -> None:
+    """Makes a few updates as a run will, of throwaway networks on random steps, and checks a gradient."""
     device, autocast = pick_torch_device(args.cuda, args.bf16)
     learner = make_learner(args, num_actions, device)
     replay = Replay(dataclasses.replace(args, buffer_size=64 * args.num_envs), device)
@@ -333,7 +333,7 @@ def rehearse(args: Args, num_actions: int) -> float:
     for _ in range(CudaGraph.CALLS_BEFORE + 2):
         update(*replay.window)
     batch = replay.sample(args.batch_size, *replay.window, learner[3])
-    return gradient_cosine(lambda *x: dqn_loss(*x).loss, *learner[:2], batch, autocast)
+    check_torch_gradient(lambda *x: dqn_loss(*x).loss, *learner[:2], batch, autocast)
 
 
 def main(args: Args) -> None:

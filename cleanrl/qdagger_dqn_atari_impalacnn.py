@@ -21,10 +21,10 @@ from cleanrl_utils.convert import check_weights, flax_to_torch, is_torch_file, m
 from cleanrl_utils.device import (
     CudaGraph,
     available_memory,
+    check_torch_gradient,
     cuda_graphs,
     describe_torch,
     fill_at_random,
-    gradient_cosine,
     pick_torch_device,
     rehearsed,
 )
@@ -468,8 +468,8 @@ def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -
         target.lerp_(online, tau)
 
 
-def rehearse(args: Args, num_actions: int) -> float:
-    """Makes a few updates as a run will, of throwaway networks on random steps; returns `gradient_cosine`."""
+def rehearse(args: Args, num_actions: int) -> None:
+    """Makes a few updates as a run will, of throwaway networks on random steps, and checks a gradient."""
     device, autocast = pick_torch_device(args.cuda, args.bf16)
     learner = make_learner(args, num_actions, device)
     replay = Replay(64 * args.num_envs, num_actions, args, device)
@@ -482,7 +482,7 @@ def rehearse(args: Args, num_actions: int) -> float:
     def loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> torch.Tensor:
         return qdagger_loss(q_network, td_target(target_network, batch), batch, 1.0, args.temperature).loss
 
-    return gradient_cosine(loss, *learner[:2], batch, autocast)
+    check_torch_gradient(loss, *learner[:2], batch, autocast)
 
 
 def main(args: Args) -> None:

@@ -54,11 +54,8 @@ def nvidia_driver() -> int | None:
 
 
 def no_use_of_gpu(driver: int, why: str, install: dict[str, str], otherwise: str) -> UserError:
-    """The error of a library that can't use the GPU of :func:`nvidia_driver`.
-
-    Args:
-        install: what to do, for each major version of CUDA; chosen is the newest that the driver runs.
-        otherwise: how to compute on the CPU.
+    """The error of a library that can't use the GPU of :func:`nvidia_driver`: says ``why``, what to ``install`` for the
+    newest major version of CUDA that the driver runs, and how to compute on the CPU ``otherwise``.
     """
     cuda = next((cuda for cuda, oldest in DRIVER_OF_CUDA.items() if driver >= oldest), None) if driver else "12"
     remedy = install[cuda] if cuda else f"update the driver to {min(DRIVER_OF_CUDA.values())} or newer"
@@ -67,10 +64,8 @@ def no_use_of_gpu(driver: int, why: str, install: dict[str, str], otherwise: str
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep freed blocks for the next update; call it before the first threads are started.
-
-    By itself it hands large ones back to the system at every free, and the next update faults them in again, page by
-    page. Blocks of 256 MB and more, replays mostly, still go back.
+    """Makes glibc keep freed blocks, but those of 256 MB and more, for the next update: by itself it hands large ones
+    back at every free, to be faulted in again page by page. Call it before the first threads are started.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
@@ -87,8 +82,7 @@ def keep_freed_memory() -> None:
 def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.autocast"]:
     """The device to compute on, and the context in which forward passes do so in bfloat16 if ``bf16`` and it has it.
 
-    Raises:
-        UserError: a GPU is wanted and there, and PyTorch can't use it.
+    UserError where a GPU is wanted, and there, and PyTorch can't use it.
     """
     import torch
 
@@ -113,9 +107,8 @@ def no_cuda(driver: int) -> UserError:
     """Why PyTorch can't use the GPU that the driver shows, and what to do."""
     import torch
 
-    if torch.version.cuda is None:
-        why = f"PyTorch {torch.__version__} is built without CUDA"
-    else:
+    why = f"PyTorch {torch.__version__} is built without CUDA"
+    if torch.version.cuda:
         why = f"PyTorch {torch.__version__}, built for CUDA {torch.version.cuda}, can't use it"
         try:
             torch.cuda.init()
@@ -152,12 +145,8 @@ class CudaGraph:
     """A function as one launch: a GPU runs its hundreds of small kernels faster than Python can launch each of them.
 
     The first calls run as they are, since libraries and optimizers set themselves up in them; then the function is
-    recorded, and from there on only its kernels run. They give the same numbers, random ones included.
-
-    Args:
-        function: of numbers, which it gets as tensors; returns tensors, which later calls write over. It must not wait
-            for the GPU.
-        generator: the source of its random numbers.
+    recorded, and from there on only its kernels run. They give the same numbers, random ones of ``generator`` included.
+    The function gets numbers as tensors, returns tensors that later calls write over, and must not wait for the GPU.
     """
 
     CALLS_BEFORE = 3
@@ -188,11 +177,9 @@ class CudaGraph:
                 with torch.cuda.graph(self.graph, stream=self.stream):
                     self.result = self.function(*self.inputs)
             except RuntimeError as error:  # after it PyTorch's generator and allocator are not to be trusted any more
-                reason = str(error).splitlines()[0]
                 what = "go on from the last checkpoint with --resume and --no-cuda-graph"
-                raise TrainingFailure(
-                    f"an update could not be recorded as a CUDA graph ({reason}); {what}", 1
-                ) from error
+                reason = f"an update could not be recorded as a CUDA graph ({first_line(error)}); {what}"
+                raise TrainingFailure(reason, exit_code=1) from error
         for tensor, value in zip(self.inputs, inputs, strict=True):
             tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
         self.graph.replay()
@@ -205,42 +192,43 @@ def cuda_graphs(function: Callable[..., Any], generator: "torch.Generator") -> C
     return lambda *inputs: graph(len(inputs))(*inputs)
 
 
-def rehearsed(rehearse: Callable[[Any, int], float], args: Any, num_actions: int) -> Any:
+def rehearsed(rehearse: Callable[[Any, int], None], args: Any, num_actions: int) -> Any:
     """The flags with which an update works on this GPU: as they are, or else without deterministic kernels, or else
-    without CUDA graph and compiler.
+    without CUDA graph and compiler either.
 
-    Found out before anything long, in processes of their own: a failed recording leaves PyTorch unusable.
-
-    Args:
-        rehearse: a script's function that makes updates as a run with these flags will and returns
-            :func:`gradient_cosine`.
-
-    Raises:
-        UserError: no update can be made, or its gradient is wrong.
+    Found out before anything long, in processes of their own: a failed recording leaves PyTorch unusable. ``rehearse``
+    is a script's function that makes updates as a run will. UserError where none can be made, or its gradient is wrong.
     """
-    eager = {"cuda_graph": False, "compile": False}
-    tries = [{}, {"torch_deterministic": False}, eager, {"torch_deterministic": False, **eager}]
-    problem = ""
-    for i, changes in enumerate(tries):
-        changed = dataclasses.replace(args, **changes)
-        if changed in [dataclasses.replace(args, **earlier) for earlier in tries[:i]]:
+    problem, without = "", []
+    for names in ((), ("torch_deterministic",), ("cuda_graph", "compile")):
+        given = [name for name in names if getattr(args, name)]
+        if names and not given:
             continue
+        without += given
+        args = dataclasses.replace(args, **dict.fromkeys(given, False))
         try:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                cosine = pool.submit(rehearse, changed, num_actions).result()
+                pool.submit(rehearse, args, num_actions).result()
+        except UserError:
+            raise
         except Exception as error:
-            problem = problem or (str(error).splitlines() or [type(error).__name__])[0]
+            problem = problem or first_line(error)
             continue
-        require_same_direction(cosine, "PyTorch", "--no-bf16 or --no-cuda")
-        if changes:
-            flags = ", ".join(f"--no-{name.replace('_', '-')}" for name in changes if getattr(args, name))
+        if without:
+            flags = ", ".join(f"--no-{name.replace('_', '-')}" for name in without)
             print(f"WARNING: an update fails on this GPU ({problem}); going on with {flags}", file=sys.stderr)
-        return changed
+        return args
     raise UserError(f"no update can be made on this GPU ({problem}); update PyTorch or the driver, or give --no-cuda")
 
 
-def require_same_direction(cosine: float, library: str, remedy: str) -> None:
-    """Raises UserError if a gradient is not what it should be, by its cosine with the CPU's in float32."""
+def first_line(error: Exception) -> str:
+    """What an exception says at first."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def require_same_direction(fast: np.ndarray, exact: np.ndarray, library: str, remedy: str) -> None:
+    """Raises UserError if the gradient ``fast`` of a GPU is not what it should be, by its cosine with ``exact``."""
+    cosine = float(fast @ exact / np.sqrt((fast @ fast) * (exact @ exact)))
     if not cosine > SAME_DIRECTION:
         raise UserError(
             f"{library} computes wrong gradients on this GPU (their cosine with those of the CPU is {cosine:.3f}, and "
@@ -250,37 +238,33 @@ def require_same_direction(cosine: float, library: str, remedy: str) -> None:
 
 def fill_at_random(replay: Any, num_actions: int) -> None:
     """Fills the ring of a PyTorch script's replay with steps in the middle of a game, for a rehearsal."""
-    ring = replay.ring
-    ring.frame.random_(0, 256)
-    ring.action.random_(0, num_actions)
-    ring.reward.uniform_(-1, 1)
-    ring.terminated.fill_(False)
-    ring.age.fill_(100)
-    ring.valid.fill_(True)
-    if hasattr(ring, "teacher_q_values"):
-        ring.teacher_q_values.normal_()
+    for array in replay.ring:
+        array.random_(0, 2)
+    replay.ring.frame.random_(0, 256)
+    replay.ring.action.random_(0, num_actions)
+    replay.ring.age.fill_(3)
     replay.steps_added = replay.length
 
 
-def gradient_cosine(
+def check_torch_gradient(
     loss: Callable[..., "torch.Tensor"],
     q_network: "torch.nn.Module",
     target_network: "torch.nn.Module",
     batch: Any,
     autocast: "torch.autocast",
-) -> float:
-    """Cosine of the gradient of ``loss(q_network, target_network, batch)`` with the same in float32 on the CPU."""
+) -> None:
+    """UserError where the gradient of ``loss(q_network, target_network, batch)`` is not that of float32 on the CPU."""
     import torch
 
-    def gradient() -> torch.Tensor:
+    def gradient() -> np.ndarray:
         parts = torch.autograd.grad(loss(q_network, target_network, batch), list(q_network.parameters()))
-        return torch.cat([part.double().cpu().flatten() for part in parts])
+        return torch.cat([part.double().cpu().flatten() for part in parts]).numpy()
 
     with autocast:
         fast = gradient()
     q_network, target_network = q_network.cpu(), target_network.cpu()
     batch = type(batch)(*(value.cpu() for value in batch))
-    return torch.nn.functional.cosine_similarity(fast, gradient(), dim=0).item()
+    require_same_direction(fast, gradient(), "PyTorch", "--no-bf16 or --no-cuda")
 
 
 # ==================== JAX ====================
@@ -288,12 +272,9 @@ def gradient_cosine(
 
 def pick_jax_device(bf16: bool) -> Any:
     """The dtype of hidden layers: bfloat16 if ``bf16`` and a GPU or TPU has it, otherwise float32: XLA has no fast
-    convolutions of bfloat16 for a CPU.
+    convolutions of bfloat16 for a CPU. UserError where there is a GPU and JAX can't use it.
 
     Sets up memory and the compilation cache: call it before anything else of JAX.
-
-    Raises:
-        UserError: there is a GPU and JAX can't use it.
     """
     import jax
     import jax.numpy as jnp
@@ -346,33 +327,22 @@ def describe_jax(dtype: Any, emulator_threads: int) -> str:
 
 
 def check_jax_gradient(gradient: Callable[..., Any], exact_gradient: Callable[..., Any], *inputs: Any) -> None:
-    """On a GPU, compares ``gradient(*inputs)`` with ``exact_gradient(*inputs)`` on the CPU, in float32.
-
-    Raises:
-        UserError: it can't be computed, or points elsewhere.
-    """
+    """UserError where ``gradient(*inputs)`` on a GPU is not ``exact_gradient(*inputs)``, in float32 on the CPU."""
     import jax
+
+    def flat(tree: Any) -> np.ndarray:
+        return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
 
     if jax.default_backend() == "cpu":
         return
     try:
         cpu = jax.local_devices(backend="cpu")[0]
-        exact = flat(jax.jit(exact_gradient)(*jax.device_put(inputs, cpu)))
     except RuntimeError:  # JAX_PLATFORMS leaves no CPU to compare with
         return
     try:
         fast = flat(jax.jit(gradient)(*inputs))
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"no update can be made on this GPU ({reason}); update JAX or the driver, or set JAX_PLATFORMS=cpu"
-        ) from error
-    cosine = float(fast @ exact / np.sqrt((fast @ fast) * (exact @ exact)))
-    require_same_direction(cosine, "JAX", "--no-bf16 or JAX_PLATFORMS=cpu")
-
-
-def flat(tree: Any) -> np.ndarray:
-    """All numbers of a tree of JAX's, float64."""
-    import jax
-
-    return np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+        remedy = "update JAX or the driver, or set JAX_PLATFORMS=cpu"
+        raise UserError(f"no update can be made on this GPU ({first_line(error)}); {remedy}") from error
+    exact = flat(jax.jit(exact_gradient)(*jax.device_put(inputs, cpu)))
+    require_same_direction(fast, exact, "JAX", "--no-bf16 or JAX_PLATFORMS=cpu")

@@ -72,9 +72,11 @@ def test_compiled_equals_eager() -> None:
 @needs_torch
 @pytest.mark.parametrize("script", [qdagger, dqn_atari])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_gradient_is_the_cpus(script: Any, bf16: bool) -> None:
-    """What the rehearsal compares."""
-    assert script.rehearse(script.Args(bf16=bf16), NUM_ACTIONS) > (device.SAME_DIRECTION if bf16 else 0.9999)
+def test_gradient_is_the_cpus(script: Any, bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the rehearsal compares; in float32 they are nearer than it asks for."""
+    if not bf16:
+        monkeypatch.setattr(device, "SAME_DIRECTION", 0.9999)
+    script.rehearse(script.Args(bf16=bf16), NUM_ACTIONS)
 
 
 @needs_torch
