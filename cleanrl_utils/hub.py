@@ -1,12 +1,11 @@
 """Models on the Hugging Face Hub: what went wrong with a download, in one line, and the upload of a trained one."""
 
+import contextlib
 import dataclasses
-import functools
 import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,31 +49,20 @@ PATIENCE = 30.0
 """seconds that the hub may take to answer, or to send or accept the next piece"""
 
 
-@functools.cache
 def limit_waiting() -> None:
-    """Makes every request to the hub fail after :data:`PATIENCE` without progress; of itself the client may hang."""
+    """Makes requests that have no time limit of the client's own fail after :data:`PATIENCE` without progress."""
     session = get_session()
-    hooks = session.event_hooks
-    settings = {"event_hooks": hooks, "follow_redirects": session.follow_redirects, "timeout": session.timeout}
-
-    def limit(request: Any) -> None:
-        timeouts = request.extensions["timeout"]
-        request.extensions["timeout"] = {name: min(seconds or PATIENCE, PATIENCE) for name, seconds in timeouts.items()}
-
-    hooks["request"].append(limit)
     # A factory, not this session's own timeout: the client makes a new session after a connection that failed.
-    set_client_factory(lambda: type(session)(**settings))
+    set_client_factory(lambda: type(session)(event_hooks=session.event_hooks, follow_redirects=True, timeout=PATIENCE))
     # Large files go to the storage beside the hub, whose client tries six times, 300 s each. Sending counts there, and
     # is slow for some.
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")
 
 
-@contextmanager
+@contextlib.contextmanager
 def download_errors(repo: str, filename: str) -> Iterator[None]:
-    """Turns whatever `hf_hub_download` raises, and a local directory without the file, into one line.
-
-    Raises:
-        UserError: says why ``filename`` of the directory or hub repository ``repo`` can't be had, and what to do.
+    """Turns whatever `hf_hub_download` raises, and a local directory without the file, into a UserError: one line that
+    says why ``filename`` of the directory or hub repository ``repo`` can't be had, and what to do.
     """
     limit_waiting()
     logging.set_verbosity_error()  # the client's retries would take ten lines before ours
@@ -112,39 +100,33 @@ def download_problem(repo: str, filename: str, error: Exception) -> str:
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", None)
     reason = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
-    nowhere = f"there is no directory {repo}"
+    what = f"there is no directory {repo}, "
     if isinstance(error, HFValidationError):
-        what = f"{nowhere}, nor is that a valid name of a hub repository (owner/name); check --teacher-policy-hf-repo"
+        what += "nor is that a valid name of a hub repository (owner/name); check --teacher-policy-hf-repo"
     elif isinstance(error, RemoteEntryNotFoundError | RevisionNotFoundError):
-        try:
-            names = HfApi().list_repo_files(repo)
-        except Exception:  # the list is only there to help
-            names = []
+        names = []
+        with contextlib.suppress(Exception):  # the list is only there to help
+            names = [file.rfilename for file in HfApi().model_info(repo, timeout=PATIENCE).siblings]
         return no_such_file(f"hub repository {repo}", filename, names)
     elif status == 401:  # for a repository that does not exist too, unless one is logged in
-        what = f"{nowhere}, and the hub repository of that name does not exist or is private (401, {reason}); "
-        what += f"check the name, {LOG_IN}"
+        what += f"and the hub repository of that name does not exist or is private (401, {reason}); check the name, "
+        what += LOG_IN
     elif isinstance(error, GatedRepoError) or status == 403:
         what = f"the hub refuses access to the repository {repo} (403, {reason}); ask for access at "
         what += f"{constants.ENDPOINT}/{repo} and {LOG_IN}"
     elif isinstance(error, RepositoryNotFoundError):
-        what = f"there is neither a directory nor a hub repository {repo} (404); check the name or, if it is private, "
-        what += LOG_IN
+        what += f"nor a hub repository of that name (404); check the name or, if it is private, {LOG_IN}"
     elif isinstance(error, OfflineModeIsEnabled):
-        what = f"{nowhere}, HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE} has no {filename} of the hub "
-        what += f"repository {repo}; unset it"
+        what += f"HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE} has no {filename} of the hub repository "
+        what += f"{repo}; unset it"
     else:
-        what = f"{nowhere}, and {filename} of the hub repository {repo} can't be downloaded from {constants.ENDPOINT} "
+        what += f"and {filename} of the hub repository {repo} can't be downloaded from {constants.ENDPOINT} "
         what += f"({reason}); check the connection and try again"
     return f"{what}, {TRAIN_ONE}"
 
 
 def check_upload_possible(args: Any) -> None:
-    """With ``--upload-model``, sees before the training to what would make the upload after it fail.
-
-    Raises:
-        UserError: there is no token, or the hub's client is told to stay offline.
-    """
+    """UserError where ``--upload-model`` can't work: no token, or a client that is told to stay offline."""
     if not args.upload_model:
         return
     if is_offline_mode():
@@ -159,14 +141,9 @@ def check_upload_possible(args: Any) -> None:
 def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray, videos: list[Path]) -> None:
     """Uploads model, model card, TensorBoard events, videos and the script that made it, in one commit.
 
-    Hours of training lie behind a model: if anything fails, this says so and how to try again, and raises nothing.
-
-    Args:
-        args: the script's flags, a dataclass.
-        run_dir: where the events are, whose writer must have been closed; the model card is written there too.
-        model_path: the model's file, in ``run_dir``.
-        returns: the scores of the evaluation's games, (N,).
-        videos: mp4 files; the hub shows the last beside the model card.
+    Hours of training lie behind a model: if anything fails, this says so and how to try again, and raises nothing. The
+    writer of the events in ``run_dir`` must have been closed, and the model lie there too, where the card is written;
+    ``returns`` are the scores of the evaluation's games, (N,); the hub shows the last of the videos beside the card.
     """
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
     repo = f"{args.hf_entity}/{name}" if args.hf_entity else name  # the hub fills in the token's owner
@@ -209,20 +186,13 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray
 def model_card(args: Any, repo: str, returns: np.ndarray) -> str:
     """The README.md of hub repository ``repo``, with the metadata that the hub lists and searches models by."""
     score = f"{returns.mean():.2f} +/- {returns.std():.2f}"  # "+/-" as in all of CleanRL's model cards
+    task = "reinforcement-learning"
     data = ModelCardData(
         library_name="cleanrl",
-        tags=[args.env_id, "deep-reinforcement-learning", "reinforcement-learning", "custom-implementation"],
+        tags=[args.env_id, "deep-reinforcement-learning", task, "custom-implementation"],
         model_name=args.exp_name,
         eval_results=[
-            EvalResult(
-                task_type="reinforcement-learning",
-                task_name="reinforcement-learning",
-                dataset_type=args.env_id,
-                dataset_name=args.env_id,
-                metric_type="mean_reward",
-                metric_name="mean_reward",
-                metric_value=score,
-            )
+            EvalResult(task, args.env_id, args.env_id, "mean_reward", score, task, metric_name="mean_reward")
         ],
     )
     script, backend = script_of(args).name, "" if hasattr(args, "cuda") else "_jax"
