@@ -3,8 +3,9 @@
 import difflib
 import os
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -12,8 +13,6 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
 from cleanrl_utils.checks import EmulatorFailure, UserError, require_packages
-
-Result = TypeVar("Result")
 
 MAX_FRAMES = 108_000  # 30 minutes of play at 60 frames/s, after which a game is truncated (Machado et al., 2018)
 NOOP_MAX = 30
@@ -61,17 +60,13 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
     """Reads ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, for every single-player game that ale-py ships.
 
     ``repeat_action_probability`` overrides what the id stands for: 0 for -v4, 0.25 for -v5 (Machado et al., 2018).
-
-    Raises:
-        UserError: the id has another form, or names no single-player Atari game.
+    UserError where the id has another form, or names no single-player Atari game.
     """
     names = games()
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
-        known = "is not an Atari environment" if env_id in gym.registry else "is no environment id this script knows"
-        raise UserError(
-            f"--env-id {env_id!r} {known}: use {{Game}}NoFrameskip-v4 or ALE/{{Game}}-v5, e.g. PongNoFrameskip-v4"
-        )
+        use = "use {Game}NoFrameskip-v4 or ALE/{Game}-v5, e.g. PongNoFrameskip-v4"
+        raise UserError(f"--env-id {env_id!r} is no Atari environment that this script knows: {use}")
     name = match["v5"] or match["v4"]
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.title(), names, n=1)
@@ -94,17 +89,17 @@ def env_seeds(seed: int, num_envs: int) -> np.ndarray:
     return (np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1).astype(np.int64)
 
 
-def emulate(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Calls a function of the emulator.
-
-    Raises:
-        EmulatorFailure: it raises anything.
-    """
+@contextmanager
+def emulator_errors(on_failure: Callable[[EmulatorFailure], None] = lambda failure: None) -> Iterator[None]:
+    """Turns whatever the emulator raises into an EmulatorFailure, with which it first calls ``on_failure``."""
     try:
-        return function(*args, **kwargs)
+        yield
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise EmulatorFailure(f"the emulator failed ({reason})", exit_code=1) from error
+        failure = EmulatorFailure(f"the emulator failed ({reason})", exit_code=1)
+        failure.__cause__ = error
+        on_failure(failure)
+        raise failure from error
 
 
 class AtariEnvs:
@@ -116,12 +111,8 @@ class AtariEnvs:
     in the wrappers that published agents were trained in: without it an agent can stand still in Breakout forever.
 
     Emulation overlaps with whatever the caller does between :meth:`send` and :meth:`recv`. Whatever the emulator raises
-    there or in :meth:`reset` becomes an :class:`EmulatorFailure`.
-
-    Args:
-        env_id: see :func:`parse_env_id`, which also says what ``repeat_action_probability`` is.
-        num_envs: N.
-        seed: games, no-ops and sticky actions of every copy follow from it.
+    there or in :meth:`reset` becomes an :class:`EmulatorFailure`. Games, no-ops and sticky actions follow from
+    ``seed``; :func:`parse_env_id` says what the others are.
     """
 
     def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
@@ -147,14 +138,14 @@ class AtariEnvs:
         self._score = np.zeros(num_envs, np.int64)
         self._length = np.zeros(num_envs, np.int64)
         self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
-        """called when the emulator fails, before the failure goes on its way"""
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
         if self._sent:  # a step that nobody waits for any more
             self.recv()
         seeds = env_seeds(self._seed if seed is None else seed, self.num_envs)
-        observation, info = self._emulate(self._envs.reset, seed=seeds)
+        with emulator_errors(self.on_failure):
+            observation, info = self._envs.reset(seed=seeds)
         self._game_start = info["frame_number"] - info["episode_frame_number"]
         self._score[:], self._length[:] = 0, 0
         self._press_fire = np.ones(self.num_envs, bool)
@@ -164,13 +155,15 @@ class AtariEnvs:
         """Starts a step with ``action``; returns the actions really taken, FIRE where it is due. Both int64 (N,)."""
         if self._fire_action is not None:
             action = np.where(self._press_fire, self._fire_action, action)
-        self._emulate(self._envs.send, action)
+        with emulator_errors(self.on_failure):
+            self._envs.send(action)
         self._sent = True
         return action
 
     def recv(self) -> Step:
         """Waits for the step that :meth:`send` started."""
-        observation, reward, terminated, truncated, info = self._emulate(self._envs.recv)
+        with emulator_errors(self.on_failure):
+            observation, reward, terminated, truncated, info = self._envs.recv()
         self._sent = False
         # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
         # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
@@ -187,13 +180,6 @@ class AtariEnvs:
         """:meth:`send` and :meth:`recv` in one call."""
         self.send(action)
         return self.recv()
-
-    def _emulate(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        try:
-            return emulate(function, *args, **kwargs)
-        except EmulatorFailure as failure:
-            self.on_failure(failure)
-            raise
 
     def close(self) -> None:
         """Ends the emulators' threads and frees their memory."""

@@ -14,6 +14,7 @@ before, or the new one.
 import contextlib
 import io
 import json
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -71,11 +72,7 @@ def as_array(value: Any) -> np.ndarray:
 
 
 def dump(part: Any, name: str) -> bytes:
-    """The state of a part.
-
-    Raises:
-        NotFinite: it holds NaN or infinity.
-    """
+    """The state of a part; NotFinite where it holds NaN or infinity."""
     if isinstance(part, np.random.Generator):
         return json.dumps(part.bit_generator.state).encode()
     if callable(part) and not hasattr(part, "state_dict"):
@@ -129,13 +126,9 @@ class Segment(NamedTuple):
 
 
 def check_file(path: Path, members: Iterable[str] = ()) -> None:
-    """Reads a zip file to its end.
+    """Reads a zip file to its end; DamagedFile where it, or what is in it, is missing or not what was written.
 
-    Args:
-        members: names of files that have to be in it. A damaged directory can hide some and have no other fault.
-
-    Raises:
-        DamagedFile: it is missing, or a member is missing or not what was written.
+    ``members`` have to be in it: a damaged directory can hide some and have no other fault.
     """
     try:
         with zipfile.ZipFile(path) as file:
@@ -152,11 +145,7 @@ def check_file(path: Path, members: Iterable[str] = ()) -> None:
 
 
 def read_state(path: Path) -> tuple[Json, dict[str, bytes]]:
-    """The JSON of a state, and the parts.
-
-    Raises:
-        DamagedFile: see :func:`check_file`.
-    """
+    """The JSON of a state, and the parts; DamagedFile as in :func:`check_file`."""
     check_file(path)
     try:
         with zipfile.ZipFile(path) as file:
@@ -205,11 +194,7 @@ class CheckpointStore:
     def save(self, state: Json, parts: dict[str, bytes], replay: Replay | None = None, replay_name: str = "") -> None:
         """Writes a checkpoint: ``state``, ``parts``, and the steps of ``replay`` that the one before does not have.
 
-        Args:
-            replay_name: tells the segments of one replay from those of another.
-
-        Raises:
-            OSError: it can't be written. Those that there were are as they were, and saving can be tried again.
+        OSError where it can't be written: those that there were are as they were, and saving can be tried again.
         """
         segments = []
         try:
@@ -262,19 +247,14 @@ class CheckpointStore:
         """The state of the newest checkpoint."""
         return self.directory / f"{self._number:06d}.state" if self._kept else None
 
-    def forget(self) -> None:
-        """Deletes all checkpoints but the newest."""
-        self._kept = self._kept[:1]
-        self._collect()
+    def delete(self) -> None:
+        """Deletes all checkpoints."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def load(self, with_replay: bool = True) -> tuple[Json, dict[str, bytes]]:
-        """State and parts of the newest checkpoint that is whole; says so when another one is newer.
+        """State and parts of the newest checkpoint that is whole; UserError where there is none.
 
-        Args:
-            with_replay: also reads the replay to its end to see that it is whole. Without it, nothing is said.
-
-        Raises:
-            UserError: there is none.
+        ``with_replay`` it also reads the replay to its end, and says so when the newest one is damaged.
         """
         found = sorted((path.name for path in self.directory.glob("*.state")), reverse=True)
         problems = []
@@ -301,13 +281,12 @@ class CheckpointStore:
                 f"no checkpoint in {self.directory} is whole ({'; '.join(problems)}); restore the directory from a "
                 "backup, or start the run anew"
             )
-        raise UserError(f"there is no checkpoint in {self.directory}; start the run anew, without --resume")
+        raise UserError(f"there is no checkpoint in {self.directory}: this run is finished, or has written none yet")
 
     def load_replay(self, replay: Replay, name: str) -> None:
         """Fills ``replay`` with what the loaded checkpoint has of the replay ``name``, if anything.
 
-        Raises:
-            DamagedFile: a segment has changed since :meth:`load`.
+        DamagedFile where a segment has changed since :meth:`load`.
         """
         if name != self._replay_name:
             return

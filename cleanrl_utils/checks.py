@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,7 @@ def flag(name: str) -> str:
 def check_args(args: Any) -> None:
     """Checks names, sizes, frequencies and packages of any script's ``Args``; fields it does not have are skipped.
 
-    Raises:
-        UserError: names the flag, the value found and the values allowed.
+    UserError names the flag, the value found and the values allowed.
     """
     for names, allowed, text in (
         (AT_LEAST_ONE, lambda x: x >= 1, "must be at least 1"),
@@ -84,9 +83,7 @@ def check_args(args: Any) -> None:
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed is {args.seed}; it must lie between 0 and 2^32 - 1")
     if not re.fullmatch(r"[\w.+-]+", args.exp_name):
-        raise UserError(
-            f"--exp-name is {args.exp_name!r}; it names files, so give letters, digits, dots and dashes only"
-        )
+        raise UserError(f"--exp-name is {args.exp_name!r}; it names files: give letters, digits, dots and dashes only")
     check_sizes(args)
     if args.max_minutes and not args.checkpoint_minutes:
         raise UserError("--max-minutes stops with a checkpoint, and --checkpoint-minutes 0 writes none; leave one out")
@@ -98,21 +95,17 @@ def check_args(args: Any) -> None:
 
 
 def check_sizes(args: Any) -> None:
-    """Sees that replays can be sampled and that an update will be made.
-
-    Raises:
-        UserError: one of the sizes is too small for so many games.
-    """
+    """UserError where a size is too small for so many games: replays must be sampled and an update be made."""
     # A ring must hold a stack, an n-step return, and something to choose from.
     needed = STACK + args.n_step + 1
     for name in ("buffer_size", "teacher_steps"):
-        if getattr(args, name, None) is None or (name == "teacher_steps" and args.offline_steps == 0):
+        size = getattr(args, name, None)
+        if size is None or (name == "teacher_steps" and args.offline_steps == 0):
             continue
-        if getattr(args, name) // args.num_envs < needed:
+        if size // args.num_envs < needed:
             raise UserError(
-                f"{flag(name)} {getattr(args, name)} leaves {getattr(args, name) // args.num_envs} steps for each of "
-                f"{args.num_envs} games; it must be at least {needed * args.num_envs} with --num-envs {args.num_envs} "
-                f"and --n-step {args.n_step}"
+                f"{flag(name)} {size} leaves {size // args.num_envs} steps for each of {args.num_envs} games; it must "
+                f"be at least {needed * args.num_envs} with --num-envs {args.num_envs} and --n-step {args.n_step}"
             )
     # Online updates are counted in multiples of train_frequency, from the first step of all games that may learn.
     first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
@@ -125,10 +118,7 @@ def check_sizes(args: Any) -> None:
 
 
 def fit_num_envs(args: Any) -> Any:
-    """``args`` with as many games, at most ``num_envs``, as its sizes have room for; says so if they are fewer.
-
-    For a number of games that nobody has asked for: a short test run has no room for the default.
-    """
+    """``args`` with as many games, at most ``num_envs``, as its sizes have room for; says so if they are fewer."""
     for num_envs in (args.num_envs, 8, 4, 2, 1):
         fitting = dataclasses.replace(args, num_envs=num_envs)
         try:
@@ -142,11 +132,7 @@ def fit_num_envs(args: Any) -> Any:
 
 
 def require_packages(what: str, *modules: str) -> None:
-    """Imports ``modules``.
-
-    Raises:
-        UserError: one is missing; ``what`` needs it.
-    """
+    """Imports ``modules``; UserError where one is missing, which ``what`` needs."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -158,29 +144,15 @@ def require_packages(what: str, *modules: str) -> None:
 def available_host_memory() -> int:
     """Bytes of memory that this process can still get, with the limit of its control group where there is one."""
     available = psutil.virtual_memory().available
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
-        except OSError:
-            continue
-        if limit != "max":
-            available = min(available, int(limit) - int(usage))
+    with suppress(OSError, ValueError):  # no such group, or "max"
+        limit, usage = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, limit - usage)
     return available
 
 
 def check_memory(args: Any, bytes_per_step: int, available: int) -> None:
-    """Compares each replay of a run with the memory there is: the teacher's and the online one never exist at once.
-
-    Args:
-        args: the script's flags.
-        bytes_per_step: what a replay takes for each environment step.
-        available: bytes to be had, of the host or the device.
-
-    Raises:
-        UserError: one of them does not fit; names the flag to lower.
+    """UserError, which names the flag to lower, where a replay of a run, by its ``bytes_per_step`` for each environment
+    step, does not fit into so many ``available`` bytes; the teacher's and the online one never exist at once.
     """
     for name in ("teacher_steps", "buffer_size"):
         steps = getattr(args, name, 0) if name == "buffer_size" or getattr(args, "offline_steps", 0) else 0

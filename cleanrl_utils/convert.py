@@ -38,9 +38,7 @@ def model_errors(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of every kind, according to where it is damaged
-        if (
-            isinstance(error, OSError) and error.filename
-        ):  # PyTorch raises one of no file if offsets in a file are wrong
+        if isinstance(error, OSError) and error.filename:  # of no file it is PyTorch's, of wrong offsets in this one
             raise UserError(f"{path} can't be read ({error.strerror}); give another file") from error
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError):
@@ -111,15 +109,9 @@ def as_float32(key: str, value: Any) -> np.ndarray:
 
 
 def check_weights(found: Mapping[str, Any], expected: Mapping[str, Any], network: str) -> None:
-    """Compares what a file holds with what a network needs: keys, shapes, finite floating-point numbers.
+    """ValueError where the arrays of a file are not what ``network`` needs: keys, shapes, finite numbers.
 
-    Args:
-        found: arrays of NumPy or PyTorch by name.
-        expected: likewise, or anything else with a shape; the last bias is that of the layer with a unit per action.
-        network: its name, for messages.
-
-    Raises:
-        ValueError: they differ; says where.
+    Of ``expected`` only names and shapes matter; its last bias is that of the layer with a unit per action.
     """
     if missing := [key for key in expected if key not in found]:
         raise ValueError(f"it lacks {some(missing)} of {network}" + (f"; it has {some(found)}" if found else ""))
@@ -240,9 +232,6 @@ def convert(source: tyro.conf.Positional[Path], target: tyro.conf.Positional[Pat
     Args:
         source: the .cleanrl_model file to read, of either encoding
         target: the file to write
-
-    Raises:
-        UserError: ``source`` is no model, ``target`` exists or can't be written, or PyTorch is not installed.
     """
     require_packages("converting", "torch")
     import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from cleanrl_utils.atari import AtariEnvs, emulate, make_wrapped_env
+from cleanrl_utils.atari import AtariEnvs, emulator_errors, make_wrapped_env
 
 QFunction = Callable[[np.ndarray], np.ndarray]
 """uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values"""
@@ -34,18 +34,14 @@ def play_games(
     """Scores of ``episodes`` whole games played ε-greedily, float64 (episodes,).
 
     Every game has an environment of its own and counts whenever it ends. Were the first ``episodes`` games to finish
-    counted instead, short games would be over-represented.
+    counted instead, short games would be over-represented. The same seed gives the same games. EmulatorFailure where a
+    game can't go on.
 
     Args:
         q_function: the player; None plays at random.
         env_id: see :func:`cleanrl_utils.atari.parse_env_id`, also for ``repeat_action_probability``.
-        epsilon: probability of a random action.
-        seed: the same seed gives the same games.
         description: what the progress bar says.
         between: called before every step; may raise.
-
-    Raises:
-        EmulatorFailure: a game can't go on.
     """
     rng = np.random.default_rng(seed)
     scores: list[int] = []
@@ -63,8 +59,7 @@ def play_games(
                     action[playing] = rng.integers(0, envs.num_actions, playing.sum())
                 else:
                     action[playing] = epsilon_greedy(q_function(observation[playing]), epsilon, rng)
-                envs.send(action)
-                step = envs.recv()
+                step = envs.step(action)
                 observation = step.observation
                 for i, (score, _) in zip(np.flatnonzero(step.reset), step.games, strict=True):
                     if playing[i]:
@@ -87,11 +82,7 @@ def play_wrapped_game(
 ) -> float:
     """Score of one whole game in the stable-baselines3 wrappers; written as an mp4 file when ``video`` names one.
 
-    Args:
-        between: called before every step; may raise. The other arguments are those of :func:`play_games`.
-
-    Raises:
-        EmulatorFailure: the game can't go on.
+    The other arguments are those of :func:`play_games`, and so is what it raises.
     """
     rng = np.random.default_rng(seed)
     env = make_wrapped_env(env_id, repeat_action_probability, render_mode="rgb_array" if video else None)
@@ -104,22 +95,24 @@ def play_wrapped_game(
         # them would take gigabytes.
         writer = get_writer(video, fps=15, macro_block_size=2)
     score = 0.0
-    observation, _ = emulate(env.reset, seed=seed)
+    ale = env.unwrapped.ale
+    with emulator_errors():
+        observation, _ = env.reset(seed=seed)
     while True:
         between()
         action = epsilon_greedy(q_function(np.asarray(observation)[None]), epsilon, rng)
-        observation, reward, terminated, _, _ = emulate(env.step, int(action[0]))
-        score += float(reward)
-        if writer:
-            writer.append_data(env.render())
-        ale = env.unwrapped.ale
-        if ale.game_over():  # or cut off
-            break
-        if terminated:  # a life, not the game
-            frame = ale.getEpisodeFrameNumber()
-            observation, _ = emulate(env.reset)
-            if ale.getEpisodeFrameNumber() < frame:  # the wrappers play on a little, and that ended the game
+        with emulator_errors():
+            observation, reward, terminated, _, _ = env.step(int(action[0]))
+            score += float(reward)
+            if writer:
+                writer.append_data(env.render())
+            if ale.game_over():  # or cut off
                 break
+            if terminated:  # a life, not the game
+                frame = ale.getEpisodeFrameNumber()
+                observation, _ = env.reset()
+                if ale.getEpisodeFrameNumber() < frame:  # the wrappers play on a little, and that ended the game
+                    break
     if writer:
         writer.close()
     env.close()
@@ -127,10 +120,8 @@ def play_wrapped_game(
 
 
 def print_summary(results: dict[str, np.ndarray], env_id: str, epsilon: float) -> None:
-    """Prints a table of all evaluations: mean ± standard deviation, and the part of the way from random to teacher.
-
-    Args:
-        results: the scores of each evaluation's games, "teacher" and "random" among them.
+    """Prints a table of all evaluations, "teacher" and "random" among them, from the scores of each one's games: mean ±
+    standard deviation, and the part of the way from random to teacher.
     """
     random, teacher = results["random"].mean(), results["teacher"].mean()
     print(f"\n{env_id}, games at epsilon {epsilon}")

@@ -56,8 +56,7 @@ PROGRESS_EVERY = 5.0
 def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     """The flags of the command line; with ``--resume``, those of the run, but for what may change.
 
-    Raises:
-        UserError: the run can't be resumed, or a flag contradicts it.
+    UserError where the run can't be resumed, or a flag contradicts it.
     """
     argv = sys.argv[1:] if argv is None else argv
     args = tyro.cli(args_class, args=argv)
@@ -86,8 +85,7 @@ def load_checkpoint(
 ) -> tuple[CheckpointStore, dict[str, Any], dict[str, bytes]]:
     """The checkpoints of a run, state and parts of the newest that is whole (`CheckpointStore.load`).
 
-    Raises:
-        UserError: there is none, the run is over, or it is one of another script than that of ``args``.
+    UserError where there is none, or it is of another script than ``args``.
     """
     if not run_dir.is_dir():
         raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
@@ -95,20 +93,13 @@ def load_checkpoint(
     state, parts = store.load(with_replay)
     if state["script"] != script_of(args).stem:
         raise UserError(f"--resume {run_dir} is a run of {state['script']}.py; resume it with that script")
-    if state["finished"]:
-        raise UserError(f"--resume {run_dir}: this run is finished; start a new one without --resume")
     return store, state, parts
 
 
 class Run:
     """A run of a script, new or resumed: directory, logs, checkpoints, signals.
 
-    Args:
-        args: the script's ``Args``. With `checkpoint_minutes` 0 no checkpoint is written and signals do what they
-            always do.
-
-    Raises:
-        UserError: see :func:`~cleanrl_utils.tracking.open_run` and :func:`load_checkpoint`.
+    With `checkpoint_minutes` 0 no checkpoint is written, and signals do what they always do.
     """
 
     def __init__(self, args: Any):
@@ -133,7 +124,7 @@ class Run:
         self._replay_name = ""
         self._loaded_parts: dict[str, bytes] = {}
         self._seconds = 0.0
-        self._total, self._unit, self._return, self._progress_written = 0, "step", None, 0.0
+        self._total, self._return, self._progress_written = 0, None, 0.0
         if args.resume is None:
             self.dir = tracking.new_run_dir(args)
             self.writer, self._wandb_id = tracking.open_run(args, self.dir)
@@ -144,8 +135,7 @@ class Run:
             self.dir = Path(args.resume)
             self._lock = lock_directory(self.dir)
             self._store, loaded, self._loaded_parts = load_checkpoint(self.dir, args)
-            logs = loaded["event_files"], loaded["wandb_id"]  # the latter is kept also while nothing is tracked
-            self.writer, self._wandb_id = tracking.open_run(args, self.dir, *logs)
+            self.writer, self._wandb_id = tracking.open_run(args, self.dir, loaded["event_files"], loaded["wandb_id"])
             self._over, self.phase, self.done = loaded["over"], loaded["phase"], loaded["done"]
             self._seconds, self.state = loaded["seconds"], loaded["state"]
             self.results = {name: np.array(scores) for name, scores in loaded["results"].items()}
@@ -196,10 +186,7 @@ class Run:
         """Starts the games of a phase; returns their first observations, uint8 (N, 4, 84, 84).
 
         Emulators can't be restored. In the middle of a phase new games begin, and those that were being played end in
-        the replay as truncated.
-
-        Raises:
-            TrainingFailure: the emulator failed, now or in a later step; what there is was saved.
+        the replay as truncated. If the emulator fails, now or in a later step, what there is is saved.
         """
         envs.on_failure = self._fail_emulator
         if self.done == 0:
@@ -223,7 +210,7 @@ class Run:
         """Counts what is left of a phase: done so far, in steps of ``by``, up to ``total``. Checkpoints in between."""
         if self.over(phase):
             return
-        self.phase, self._total, self._unit = phase, total, unit
+        self.phase, self._total = phase, total
         self.bar = tracking.progress_bar(total, phase, unit, self.done)
         self._clock = time.monotonic()
         while self.done < total:
@@ -248,20 +235,17 @@ class Run:
         if minutes and now - self._last_checkpoint >= minutes * 60:
             self.save()
 
-    def _write_progress(self, finished: bool = False) -> None:
-        """Writes progress.json, from which others, the benchmark runner for one, see how far the run is."""
+    def _write_progress(self, finished: bool = False) -> bool:
+        """Writes progress.json, by which others, the benchmark runner for one, see how far the run is; False if not."""
         self._progress_written = time.monotonic()
         rate = self.bar.format_dict["rate"]
         progress = {
-            "script": script_of(self.args).name,
             "phase": self.phase or "evaluation",
             "done": self.done,
             "total": self._total,
-            "unit": self._unit,
             "return": self._return,
             "seconds_left": (self._total - self.done) / rate if rate else None,
             "finished": finished,
-            "time": time.time(),
         }
         try:
             temporary = self.dir / "progress.json.tmp"
@@ -269,6 +253,8 @@ class Run:
             temporary.replace(self.dir / "progress.json")
         except OSError as error:  # a full disk; what matters says so itself
             warn_once("progress.json can't be written", error, "nothing else is affected")
+            return False
+        return True
 
     def end_phase(self, phase: str) -> None:
         """Notes that a phase is over, with a checkpoint before the next."""
@@ -285,9 +271,6 @@ class Run:
 
         What an earlier part of the run has played is not played again. A signal does not wait for the games to end:
         they start from seeds, and the resumed run plays them anew, as it does when the emulator fails.
-
-        Raises:
-            TrainingFailure: the emulator failed; what there is was saved.
         """
         args = self.args
         if name not in self.results:
@@ -310,11 +293,7 @@ class Run:
         return float(self.results[name].mean())
 
     def check_learning(self) -> None:
-        """Stops the run if the last update's loss is not a finite number; warns if the network has collapsed.
-
-        Raises:
-            TrainingFailure: with the step, what the loss was made of, and the last checkpoint; exit code 3.
-        """
+        """TrainingFailure, exit code 3, where the last update's loss is not finite; warns of a collapsed network."""
         if self.losses is None:
             return
         if not np.isfinite(as_array(self.losses.loss)):
@@ -333,31 +312,22 @@ class Run:
             )
 
     def _fail_not_finite(self, what: str) -> NoReturn:
-        statistics = []
-        for name, value in self.losses._asdict().items() if self.losses else ():
-            array = as_array(value)
-            bad = array.size - np.count_nonzero(np.isfinite(array))
-            numbers = f"{array.min():.4g} to {array.max():.4g}" if array.size > 1 else f"{array:.4g}"
-            statistics.append(f"{name} {numbers}" + (f" ({bad} not finite)" if bad and array.size > 1 else ""))
+        values = {name: as_array(value) for name, value in self.losses._asdict().items()} if self.losses else {}
+        last = ", ".join(f"{name} {array.min():.4g} to {array.max():.4g}" for name, array in values.items())
         self.close()
-        raise TrainingFailure(
-            f"{what} is not finite ({self.phase}, step {self.done:,}); last update: {', '.join(statistics)}; "
-            f"{self._last_saved()}",
-            exit_code=3,
-        )
+        where = f"({self.phase}, step {self.done:,}); last update: {last}; {self._last_saved()}"
+        raise TrainingFailure(f"{what} is not finite {where}", exit_code=3)
 
     # ==================== checkpoints and stopping ====================
 
     def save(self) -> bool:
         """Writes a checkpoint. If the disk is full, warns and returns False: the one before stays, training goes on.
 
-        Raises:
-            TrainingFailure: something that was learned is not finite; such a state never replaces a good one.
+        TrainingFailure where something that was learned is not finite: that never replaces a good state.
         """
         self.check_learning()
         state = {
             "script": script_of(self.args).stem,
-            "finished": False,
             "flags": dataclasses.asdict(self.args) | {"resume": None},
             "over": self._over,
             "phase": self.phase,
@@ -428,22 +398,13 @@ class Run:
         tracking.finish_run(self.args, self.writer, videos)
 
     def finish(self) -> None:
-        """Ends the run for good: no checkpoint of it can be resumed any more, and none keeps its replay on the disk."""
-        if self._store.newest:
-            try:
-                self._store.save({"script": script_of(self.args).stem, "finished": True}, {})
-                self._store.forget()
-            except OSError as error:
-                warn_once("the last checkpoint can't be removed", error, f"delete {self._store.directory} by hand")
-        self._write_progress(finished=True)
+        """Ends the run for good: progress.json says so, and no checkpoint can be resumed or takes room any more."""
+        if self._write_progress(finished=True):
+            self._store.delete()
 
 
 def lock_directory(path: Path) -> int:
-    """A file descriptor that keeps other processes from going on with the same run, until it is closed.
-
-    Raises:
-        UserError: another process has it.
-    """
+    """A file descriptor that, until closed, keeps other processes from the same run; UserError where one has it."""
     descriptor = os.open(path, os.O_RDONLY)
     with contextlib.suppress(OSError):  # a filesystem that knows no locks
         try:

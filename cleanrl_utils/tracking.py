@@ -25,11 +25,10 @@ WANDB_FINISH_TIMEOUT = 600  # seconds; what has not been sent by then is on the 
 
 
 class EventWriter:
-    """Writes scalars and texts to a new TensorBoard event file: the part of tensorboardX's SummaryWriter that is used.
+    """Writes scalars and texts to a new TensorBoard event file.
 
-    That one hands events to a thread which a full disk ends; its queue then fills and training waits for ever. Nor does
-    its ``flush`` wait for the queue, and a checkpoint has to know what is on the disk. Here events are kept until they
-    are written, and while the disk is full that is tried again and again.
+    tensorboardX's SummaryWriter hands them to a thread which a full disk ends, and then training waits for ever; nor
+    does its ``flush`` wait until they are on the disk. Here they are kept and tried again while the disk is full.
     """
 
     def __init__(self, run_dir: Path):
@@ -121,14 +120,8 @@ def open_run(
 ) -> tuple[EventWriter, str | None]:
     """Makes a new run's directory and writes the flags down; with ``--track``, starts W&B or goes on with ``wandb_id``.
 
-    Args:
-        sizes: in a resumed run, what to cut its event files back to, so that what is done again is logged once.
-
-    Returns:
-        The TensorBoard writer into the directory, and the W&B run's id.
-
-    Raises:
-        UserError: the directory can't be written, or W&B can't start.
+    A resumed run's event files are cut back to ``sizes``, so that what is done again is logged once. Returns the
+    TensorBoard writer into the directory and the W&B run's id; UserError where either can't be had.
     """
     if args.track:
         wandb_id = start_wandb(args, run_dir, wandb_id)
@@ -142,8 +135,7 @@ def open_run(
                 os.truncate(run_dir / name, sizes[name])
         writer = EventWriter(run_dir)
     except FileExistsError as error:
-        reason = "is that of another run, started in the same second; start this one again"
-        raise UserError(f"{run_dir} {reason}") from error
+        raise UserError(f"{run_dir} is a run that began in the same second; start this one again") from error
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"{run_dir} can't be written ({reason}); work in a folder that you may write to") from error
@@ -160,12 +152,9 @@ def open_run(
 
 
 def start_wandb(args: Any, run_dir: Path, wandb_id: str | None) -> str:
-    """Starts a W&B run, or goes on with the run ``wandb_id``; returns its id.
+    """Starts a W&B run, or goes on with the run ``wandb_id``; returns its id. UserError where nobody is logged in.
 
     ``WANDB_MODE=offline`` keeps it on disk, and so does a server that can't be reached.
-
-    Raises:
-        UserError: nobody is logged in.
     """
     import wandb
 

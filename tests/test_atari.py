@@ -490,7 +490,7 @@ def test_impossible_sticky_actions(sticky: float) -> None:
         ("ALE/Xyzzy-v5", f"Pong, Qbert, Seaquest, SpaceInvaders and others, listed by `{LIST_GAMES}`"),
         ("ALE/Warlords-v5", "no single-player Atari game called Warlords"),
         ("JoustNoFrameskip-v4", "no single-player Atari game called Joust"),
-        ("CartPole-v1", "is not an Atari environment"),
+        ("CartPole-v1", "is no Atari environment"),
         ("Pong", "PongNoFrameskip-v4"),
         ("Pong-v4", "PongNoFrameskip-v4"),
         ("ALE/Pong-v4", "PongNoFrameskip-v4"),
@@ -550,12 +550,9 @@ class StubEnvs:
         picture[:, :, 0, 0] = np.arange(self.num_envs)[:, None]
         return picture
 
-    def send(self, action: np.ndarray) -> np.ndarray:
+    def step(self, action: np.ndarray) -> Step:
         assert action.shape == (self.num_envs,)
         assert action.dtype == np.int64
-        return action
-
-    def recv(self) -> Step:
         reset = np.array([age > length for age, (length, _) in zip(self.age + 1, self.now, strict=True)])
         games = [(self.now[i][1], self.now[i][0]) for i in np.flatnonzero(reset)]
         for i in np.flatnonzero(reset):

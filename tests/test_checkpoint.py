@@ -155,8 +155,8 @@ def test_only_new_steps_are_written(tmp_path: Path) -> None:
     save(7)
     save(8)
     assert not present
-    store.forget()
-    assert [path.name for path in directory.iterdir()] == ["000009.state"]
+    store.delete()
+    assert not directory.exists()
 
 
 def make_two(directory: Path) -> None:
@@ -905,7 +905,7 @@ def test_resumed_run_equals_whole_run(
     assert len(no_games) == len(set(no_games)), "an evaluation was played twice"
     with pytest.raises(UserError, match="finished"):
         resume(script, run_dir)
-    assert [path.suffix for path in (run_dir / "checkpoint").iterdir()] == [".state"]
+    assert not (run_dir / "checkpoint").exists()
 
 
 def test_resumed_impala_equals_whole_run(
@@ -1082,23 +1082,21 @@ def test_progress(
     assert not list(run_dir.glob("*.tmp"))
 
     for report in reports:
-        assert report["script"] == f"{args.exp_name}.py"
         assert report["finished"] == (report is reports[-1])
         assert report["seconds_left"] is None or 0 <= report["seconds_left"] < 3600
-    assert [report["time"] for report in reports] == sorted(report["time"] for report in reports)
     names, counted = [], {}
     for report in reports:
         if report["phase"] not in names[-1:]:
             names.append(report["phase"])
-        counted.setdefault(report["phase"], []).append((report["done"], report["total"], report["unit"]))
+        counted.setdefault(report["phase"], []).append((report["done"], report["total"]))
     score = {name: fake_score(None, description=name)[0] for name in no_games}
-    steps = [(done, 100, "step") for done in range(0, 100, 2)]
-    steps.insert(20, (40, 100, "step"))  # where it was stopped
+    steps = [(done, 100) for done in range(0, 100, 2)]
+    steps.insert(20, (40, 100))  # where it was stopped
     if script is qdagger:
         assert names == ["evaluation", "teacher data", "offline", "online", "evaluation"]
-        assert counted["teacher data"] == [(done, 40, "step") for done in range(0, 40, 2)]
-        updates = [(done, 100, "update") for done in range(100)]
-        assert counted["offline"] == [*updates[:51], updates[50], *updates[51:], (100, 100, "update")]
+        assert counted["teacher data"] == [(done, 40) for done in range(0, 40, 2)]
+        updates = [(done, 100) for done in range(100)]
+        assert counted["offline"] == [*updates[:51], updates[50], *updates[51:], (100, 100)]
         assert [report["return"] for report in reports[:2]] == [score["teacher"], score["random"]]
         offline = [report["return"] for report in reports if report["phase"] == "offline"]
         assert offline[-1] == score["offline 100"]
@@ -1331,7 +1329,7 @@ def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capf
             resume(qdagger, run_dir)
     assert stop.value.code == 3
     line = capfd.readouterr().err.splitlines()[-1]
-    for word in ("(offline, step 99)", "2 not finite", "td_loss nan", "--resume", str(run_dir)):
+    for word in ("(offline, step 99)", "q_values nan", "td_loss nan", "--resume", str(run_dir)):
         assert word in line, line
     assert checkpoint_of(run_dir)["done"] == 60
     with pytest.MonkeyPatch.context() as patch:

@@ -677,9 +677,9 @@ def test_flags_that_do_not_go_together(
         ("Klaxx", ("NoFrameskip-v4",)),
         ("KlaxxNoFrameskip-v4", ("Klax",)),
         ("ALE/Nonsense-v5", ("Nonsense",)),
-        ("CartPole-v1", ("not an Atari", "NoFrameskip-v4")),
-        ("Pendulum-v1", ("not an Atari", "NoFrameskip-v4")),
-        ("", ("--env-id '' is no environment id", "NoFrameskip-v4")),
+        ("CartPole-v1", ("no Atari environment", "NoFrameskip-v4")),
+        ("Pendulum-v1", ("no Atari environment", "NoFrameskip-v4")),
+        ("", ("--env-id '' is no Atari environment", "NoFrameskip-v4")),
     ],
 )
 def test_unknown_game(env_id: str, words: tuple[str, ...], no_long_phase: Path, teacher: Path) -> None:

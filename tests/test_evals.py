@@ -196,8 +196,8 @@ def test_script_of_a_model(
         ),
         ({"exp_name": "c51"}, "give --exp-name dqn_atari or dqn_atari_jax"),
         ({"model": "no/such/thing"}, "nor is that a valid name of a hub repository (owner/name); check --model, or"),
-        ({"script": Path("nowhere.py")}, "--script nowhere.py is no script that imports "),
-        ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "and has a `load_model`; give another"),
+        ({"script": Path("nowhere.py")}, "--script nowhere.py does not import "),
+        ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "or has no `load_model`; give another"),
         ({"repeat_action_probability": 1.0}, "--repeat-action-probability is 1.0"),
     ],
 )

@@ -18,11 +18,7 @@ class Args(playing.Args):
 
 
 def evaluate(args: Args) -> np.ndarray:
-    """Scores of the games, float64 (episodes,), played as the script's own evaluations are.
-
-    Raises:
-        UserError: there is no such model or script, or the model is of another script or another game.
-    """
+    """Scores of the games, float64 (episodes,), played as the script's own evaluations are."""
     device, autocast = pick_torch_device(args.cuda, args.bf16)
     network = playing.load(args, "torch")[1].to(device, memory_format=torch.channels_last)
 

@@ -18,11 +18,7 @@ class Args(playing.Args):
 
 
 def evaluate(args: Args) -> np.ndarray:
-    """Scores of the games, float64 (episodes,), played as the script's own evaluations are.
-
-    Raises:
-        UserError: there is no such model or script, or the model is of another script or another game.
-    """
+    """Scores of the games, float64 (episodes,), played as the script's own evaluations are."""
     script, (network, params) = playing.load(args, "jax", pick_jax_device(args.bf16))
     return playing.play(args, script.player(jax.jit(network.apply), params))
 

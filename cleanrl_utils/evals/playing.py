@@ -45,14 +45,9 @@ class Args:
 
 
 def load(args: Args, library: str, *dtype: Any) -> tuple[ModuleType, Any]:
-    """The script that ``args.model`` is of, and what its ``load_model`` returns.
+    """The script that ``args.model`` is of, and what its ``load_model`` returns (JAX's wants the ``dtype`` of layers).
 
-    Args:
-        library: what computes, "torch" or "jax".
-        dtype: what hidden layers compute in, as JAX's ``load_model`` wants it.
-
-    Raises:
-        UserError: there is no such model or script, or the model is of another script or another game.
+    UserError where there is no such model or script, or the model is of another script or another game.
     """
     if args.episodes < 1 or not 0 <= args.epsilon <= 1:
         numbers = f"--episodes is {args.episodes} and --epsilon is {args.epsilon}"
@@ -82,9 +77,7 @@ def import_script(given: Path | None, model_name: str, library: str) -> ModuleTy
     path = given or SCRIPTS / f"{re.sub(r'-offline-[0-9]+$', '', model_name)}.py"
     if not has_networks(path):
         if given:
-            raise UserError(
-                f"--script {given} is no script that imports {library} and has a `load_model`; give another"
-            )
+            raise UserError(f"--script {given} does not import {library} or has no `load_model`; give another")
         path = SCRIPTS / f"{QDAGGER[library]}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
