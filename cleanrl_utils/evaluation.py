@@ -103,16 +103,17 @@ def play_wrapped_game(
         action = epsilon_greedy(q_function(np.asarray(observation)[None]), epsilon, rng)
         with emulator_errors():
             observation, reward, terminated, _, _ = env.step(int(action[0]))
-            score += float(reward)
-            if writer:
-                writer.append_data(env.render())
-            if ale.game_over():  # or cut off
-                break
-            if terminated:  # a life, not the game
-                frame = ale.getEpisodeFrameNumber()
+        score += float(reward)
+        if writer:
+            writer.append_data(env.render())
+        if ale.game_over():  # or cut off
+            break
+        if terminated:  # a life, not the game
+            frame = ale.getEpisodeFrameNumber()
+            with emulator_errors():
                 observation, _ = env.reset()
-                if ale.getEpisodeFrameNumber() < frame:  # the wrappers play on a little, and that ended the game
-                    break
+            if ale.getEpisodeFrameNumber() < frame:  # the wrappers play on a little, and that ended the game
+                break
     if writer:
         writer.close()
     env.close()
