@@ -121,9 +121,7 @@ def play_wrapped_game(
 
 
 def print_summary(results: dict[str, np.ndarray], env_id: str, epsilon: float) -> None:
-    """Prints a table of all evaluations, "teacher" and "random" among them, from the scores of each one's games: mean ±
-    standard deviation, and the part of the way from random to teacher.
-    """
+    """Prints mean ± standard deviation of all evaluations, and the part of the way from random to teacher."""
     random, teacher = results["random"].mean(), results["teacher"].mean()
     print(f"\n{env_id}, games at epsilon {epsilon}")
     print(f"{'':<18}{'return':>8}{'':>12}of the way from random to teacher")

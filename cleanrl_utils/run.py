@@ -287,6 +287,8 @@ class Run:
                     self.videos.append(video)
             except EmulatorFailure as failure:
                 self._fail_emulator(failure)
+            except OSError as error:
+                warn_once("a video can't be written", error, "training goes on without it")
             self._clock = running and time.monotonic()
             self.results[name], self._return = returns, float(returns.mean())
             self._write_progress()

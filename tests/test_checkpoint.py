@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import dqn_atari
 import dqn_atari_jax
@@ -1470,6 +1471,19 @@ def test_emulator_that_dies_in_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AtariEnv, "step", lambda env, action: 1 / 0)
     with pytest.raises(EmulatorFailure, match=r"emulator failed \(division by zero\)"):
         play_wrapped_game(lambda observation: np.zeros((1, 18), np.float32), GAME, 0.0, 1)
+
+
+def test_video_that_cannot_be_written(
+    teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on without it, with one warning, and the games that were played count."""
+    tracking._warned.clear()
+    failure = BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+    monkeypatch.setattr(running, "play_wrapped_game", mock.Mock(side_effect=failure))
+    args = args_of(qdagger, teacher, capture_video=True)
+    assert read_scalars(run_in(tmp_path / "a", qdagger, args, monkeypatch))["eval/episodic_return"]
+    assert sorted(no_games) == EVALUATIONS
+    assert capfd.readouterr().err.count("WARNING: a video can't be written (Broken pipe)") == 1
 
 
 WANDB_RUN = """
