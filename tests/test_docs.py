@@ -170,14 +170,17 @@ def test_every_module_has_its_place_in_the_table() -> None:
 
 
 def test_readme_is_short() -> None:
-    """Some 700 words, as `wc -w` counts them, tables, commands and citation included."""
-    assert len(README.read_text().split()) <= 720
+    """As `wc -w` counts it: 700 words with its tables, which grow with what is measured, so that they are left out."""
+    text = re.sub(r"^\|.*$", "", README.read_text(), flags=re.MULTILINE)
+    assert len(text.split()) <= 560
 
 
 def test_results_are_those_of_the_committed_runs(tmp_path: Path) -> None:
     """README's table is the report's."""
     report.main(report.Args([ROOT / "benchmark/runs"], tmp_path))
-    rows = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith(("| game", "| Pong"))]
+    rows = [
+        line for line in (tmp_path / "table.md").read_text().splitlines() if re.match(r"\| (game|\w+NoFrameskip)", line)
+    ]
     assert len(rows) > 1
     for row in rows:
         assert row in README.read_text().splitlines()
