@@ -10,6 +10,7 @@ them at a time, so that a machine that slows down slows both.
 
 import importlib
 import multiprocessing
+import os
 import platform
 import statistics
 import sys
@@ -353,6 +354,7 @@ def processor() -> str:
 
 
 def main(args: Args) -> None:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # two processes share a GPU
     context = multiprocessing.get_context("spawn")
     connections = {}
     for kind in ("plain", "script"):

@@ -11,6 +11,8 @@ from pathlib import Path
 # Tests keep off a GPU that the machine happens to have, and so do the scripts that they run.
 if os.environ.get("QDAGGER_TEST_GPU") != "1":
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+else:  # where JAX would take most of its memory at once, and leave too little to PyTorch and to the scripts
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Runs of the same sizes need not compile again. JAX reads it when it is imported, here or in a script that a test runs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
