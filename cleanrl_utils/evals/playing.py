@@ -97,9 +97,10 @@ def play(args: Args, q_function: QFunction) -> np.ndarray:
 
 
 def print_scores(args: Args, returns: np.ndarray) -> None:
-    """One line: mean, standard deviation and standard error."""
+    """One line: mean, standard deviation, standard error and quartiles."""
     error = returns.std(ddof=1) / np.sqrt(len(returns)) if len(returns) > 1 else float("nan")
+    quartiles = ", ".join(f"{value:g}" for value in np.quantile(returns, (0.25, 0.5, 0.75)))
     print(
-        f"{args.env_id}: mean return {returns.mean():.2f} ± {returns.std():.2f} (standard error {error:.2f}) over "
-        f"{len(returns)} games at epsilon {args.epsilon}"
+        f"{args.env_id}: mean return {returns.mean():.2f} ± {returns.std():.2f} (standard error {error:.2f}; quartiles "
+        f"{quartiles}) over {len(returns)} games at epsilon {args.epsilon}"
     )
