@@ -58,13 +58,10 @@ def is_torch_file(path: Path) -> bool:
 
 def read_torch(path: Path) -> Weights:
     """The arrays of a PyTorch state dict, for scripts that otherwise need no PyTorch."""
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(
-            f"{path} is a PyTorch file and PyTorch can't be imported ({error}); pip install torch, convert the file "
-            "with `python -m cleanrl_utils.convert` where PyTorch is, or give a model of a JAX script"
-        ) from error
+    convert = "convert it with `python -m cleanrl_utils.convert` where PyTorch is, or give a model of a JAX script; it"
+    require_packages(f"{path} is a PyTorch file: {convert}", "torch")
+    import torch
+
     state_dict = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")

@@ -106,7 +106,9 @@ def test_wrapped_games_and_video(directory: Path, tmp_path: Path, capsys: pytest
     args = dqn_eval.Args(str(directory), GAME, episodes=1, epsilon=0.5, wrapped=True, seed=2)
     assert dqn_eval.evaluate(args).tolist() == [returns[1]]
     playing.print_scores(args, np.array([1.0, 3.0]))
-    expected = f"{GAME}: mean return 2.00 ± 1.00 (standard error 1.00; quartiles 1.5, 2, 2.5) over 2 games at epsilon 0.5\n"
+    expected = (
+        f"{GAME}: mean return 2.00 ± 1.00 (standard error 1.00; quartiles 1.5, 2, 2.5) over 2 games at epsilon 0.5\n"
+    )
     assert capsys.readouterr().out == expected
 
 

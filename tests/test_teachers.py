@@ -587,7 +587,7 @@ def test_unreadable_path(script, path):
 def test_torch_file_without_torch(tmp_path, monkeypatch):
     (tmp_path / "model").write_bytes(torch_bytes(torch_state(WEIGHTS)))
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"pip install torch, .*cleanrl_utils\.convert.*, or give a model of a JAX"):
+    with pytest.raises(UserError, match=r"cleanrl_utils\.convert.*, or give a model of a JAX .*: pip install torch"):
         qdagger_jax.load_model(tmp_path / "model", 6)
 
 
