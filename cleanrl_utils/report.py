@@ -201,7 +201,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 
 
 Groups = dict[str, dict[str, list[Run]]]
-"""Runs by game and script, one a seed."""
+"""Runs by game, script and seed, each in alphabetical order."""
 
 
 def read_groups(paths: Sequence[Path], cache: dict) -> Groups:
@@ -220,13 +220,13 @@ def read_groups(paths: Sequence[Path], cache: dict) -> Groups:
     if not runs:
         raise UserError(f"no run with scalars in {', '.join(map(str, paths))}; give directories of runs that have some")
     groups: Groups = {}
-    for run in runs.values():
+    for run in sorted(runs.values(), key=lambda run: (run.env_id, run.script, run.seed)):
         groups.setdefault(run.env_id, {}).setdefault(run.script, []).append(run)
-    return dict(sorted(groups.items()))
+    return groups
 
 
 def scripts_of(groups: Groups) -> list[str]:
-    """All scripts, in the order in which they were found."""
+    """All scripts, in the order in which the games have them."""
     return list(dict.fromkeys(script for scripts in groups.values() for script in scripts))
 
 
