@@ -315,9 +315,9 @@ class Run:
 
     def _fail_not_finite(self, what: str) -> NoReturn:
         values = {name: as_array(value) for name, value in self.losses._asdict().items()} if self.losses else {}
-        last = ", ".join(f"{name} {array.min():.4g} to {array.max():.4g}" for name, array in values.items())
+        last = [f"{name} " + " to ".join({f"{x.min():.4g}": 0, f"{x.max():.4g}": 0}) for name, x in values.items()]
         self.close()
-        where = f"({self.phase}, step {self.done:,}); last update: {last}; {self._last_saved()}"
+        where = f"({self.phase}, step {self.done:,}); last update: {', '.join(last)}; {self._last_saved()}"
         raise TrainingFailure(f"{what} is not finite {where}", exit_code=3)
 
     # ==================== checkpoints and stopping ====================

@@ -261,7 +261,7 @@ def test_unreachable_hub(environment, reason, home, closed_port):
 
 
 def test_hub_that_hangs(hub, tmp_path, monkeypatch):
-    """Where the client would wait for ever. A download it gives up by itself, after five minutes."""
+    """Where the client would wait for ever. A download has its own time limits."""
     monkeypatch.setattr(hub, "hangs_at", "/api/models/")
     answer = find(["lab/otherfile"], tmp_path, hub.url, PATIENCE="0.3")["lab/otherfile"]
     assert "has no dqn_atari.cleanrl_model, nor any" in answer
