@@ -28,6 +28,6 @@ small Breakout $torch -offline-only "-seed1 --distill-coefficient 0 $taught"
 small Pong $torch -kickstarting "-seed1 --offline-steps 0 --total-timesteps 58000"
 small Pong $torch -temperature-1 "-seed1 --temperature 1 $taught"
 small Pong $torch -1-step "-seed1 --n-step 1 $taught"
-# The second generation: the first one's second seed teaches. The last of a flag given twice counts.
+# The second generation: the first one's second seed teaches, the best of ours. The last of a flag given twice counts.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "-seed1 --teacher-policy-hf-repo ${first[-1]} --teacher-model-exp-name $torch $taught"

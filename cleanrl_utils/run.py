@@ -315,7 +315,8 @@ class Run:
 
     def _fail_not_finite(self, what: str) -> NoReturn:
         values = {name: as_array(value) for name, value in self.losses._asdict().items()} if self.losses else {}
-        last = [f"{name} " + " to ".join({f"{x.min():.4g}": 0, f"{x.max():.4g}": 0}) for name, x in values.items()]
+        ends = {name: dict.fromkeys((f"{x.min():.4g}", f"{x.max():.4g}")) for name, x in values.items()}
+        last = [f"{name} {' to '.join(least_and_largest)}" for name, least_and_largest in ends.items()]
         self.close()
         where = f"({self.phase}, step {self.done:,}); last update: {', '.join(last)}; {self._last_saved()}"
         raise TrainingFailure(f"{what} is not finite {where}", exit_code=3)

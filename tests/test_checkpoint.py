@@ -1350,7 +1350,8 @@ def test_poisoned_at_the_end(
         return losses._replace(loss=losses.loss * torch.nan) if len(counted) == 11 else losses
 
     monkeypatch.setattr(dqn_atari, "dqn_loss", poison)
-    with pytest.raises(TrainingFailure, match=r"\(training, step 130\).*no checkpoint yet") as failure:
+    found = r"\(training, step 130\); last update: loss nan, q_values \S+ to \S+; no checkpoint yet"
+    with pytest.raises(TrainingFailure, match=found) as failure:
         run_in(tmp_path / "a", dqn_atari, args_of(dqn_atari, teacher, total_timesteps=130), monkeypatch)
     assert failure.value.exit_code == 3
     assert len(counted) == 11
