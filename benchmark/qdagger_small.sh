@@ -4,30 +4,35 @@
 # Flags for the runner may follow.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-small() { # game, script, what its name ends in, further flags
+small() { # game, script, what its name ends in, teacher, further flags
     # A larger learning rate while the teacher's data lasts: 2,000 updates are few. Four games: ten are to end soon.
     python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds 3 --workers 2 --command "python
         cleanrl/$2.py --exp-name $2$3 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
         --n-step 3 --num-envs 4 --teacher-steps 20000 --offline-eval-frequency 2000 --learning-starts 1000
         --buffer-size 50000 --teacher-eval-episodes 30 --eval-episodes 30 --save-model
-        --teacher-policy-hf-repo teachers/$1NoFrameskip-v4-dqn_atari$4" "${flags[@]}" || [ $? = 1 ]
+        --teacher-policy-hf-repo $4 $5" "${flags[@]}" || [ $? = 1 ]
 }
 flags=("$@")
 torch=qdagger_dqn_atari_impalacnn jax=qdagger_dqn_atari_jax_impalacnn
+pong=teachers/PongNoFrameskip-v4-dqn_atari-seed1 pong_jax=teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
+breakout=teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 beam_rider=teachers/BeamRiderNoFrameskip-v4-dqn_atari-seed1
 taught="--offline-steps 2000 --total-timesteps 50000"
-scratch="--offline-steps 0 --distill-coefficient 0 --total-timesteps 58000" # as many updates
-small Pong $torch "" "-seed1 $taught"
-small Pong $torch -from-scratch "-seed1 $scratch"
-small Pong $jax "" "_jax-seed1 $taught"
-small Breakout $torch "" "-seed1 $taught"
-small Breakout $torch -from-scratch "-seed1 $scratch"
-small BeamRider $torch "" "-seed1 $taught"
-small BeamRider $torch -from-scratch "-seed1 $scratch"
-small Pong $torch -offline-only "-seed1 --distill-coefficient 0 $taught"
-small Breakout $torch -offline-only "-seed1 --distill-coefficient 0 $taught"
-small Pong $torch -kickstarting "-seed1 --offline-steps 0 --total-timesteps 58000"
-small Pong $torch -temperature-1 "-seed1 --temperature 1 $taught"
-small Pong $torch -1-step "-seed1 --n-step 1 $taught"
-# The second generation: the first one's second seed teaches, the best of ours. The last of a flag given twice counts.
+longer="--offline-steps 2000 --total-timesteps 100000 --exploration-fraction 0.05" # epsilon falls as in the shorter ones
+scratch="--offline-steps 0 --distill-coefficient 0 --total-timesteps 58000"       # as many updates
+small Pong $torch "" $pong "$taught"
+small Pong $torch -from-scratch $pong "$scratch"
+small Pong $jax "" $pong_jax "$taught"
+small Breakout $torch "" $breakout "$taught"
+small Breakout $torch -from-scratch $breakout "$scratch"
+small BeamRider $torch "" $beam_rider "$taught"
+small BeamRider $torch -from-scratch $beam_rider "$scratch"
+small Pong $torch -100k $pong "$longer"
+small BeamRider $torch -100k $beam_rider "$longer"
+small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
+small Breakout $torch -offline-only $breakout "--distill-coefficient 0 $taught"
+small Pong $torch -kickstarting $pong "--offline-steps 0 --total-timesteps 58000"
+small Pong $torch -temperature-1 $pong "--temperature 1 $taught"
+small Pong $torch -1-step $pong "--n-step 1 $taught"
+# The second generation: the first one's second seed teaches, the best of ours.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
-small Pong $torch -second-generation "-seed1 --teacher-policy-hf-repo ${first[-1]} --teacher-model-exp-name $torch $taught"
+small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"
