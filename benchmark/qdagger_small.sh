@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Small enough for two CPU cores, three seeds each: students of the embedded teachers, and what they are compared with.
-# On one core each, a run takes some 30 minutes in PyTorch and, by its slower updates, more than twice that in JAX.
+# On one core each, a run takes some 30 minutes in PyTorch and, by its slower updates, more than twice that in JAX;
+# 100,000 steps take an hour.
 # Flags for the runner may follow.
 set -euo pipefail
 cd "$(dirname "$0")/.."
