@@ -15,7 +15,7 @@ DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 
 
 help:
 	@echo "make demo         QDagger on Pong from the embedded teacher, 8 to 13 minutes on 2 cores"
-	@echo "make demo-jax     the same in JAX, 22 minutes"
+	@echo "make demo-jax     the same in JAX, 18 minutes"
 	@echo "make test         the test suite, 8 to 10 minutes on 2 cores"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
 	@echo "make test-slurm   the benchmark runner on a running Slurm, 7 minutes"
