@@ -6,7 +6,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -390,9 +389,12 @@ RANDOM_LINE = {"color": "black", "linestyle": (0, (1, 3)), "linewidth": 0.9}
 
 
 def looks_of(groups: Groups) -> dict[str, dict]:
-    """For each script the colour, line and marker that it has in every panel."""
-    looks = cycle(dict(zip(LOOKS, look, strict=True)) for look in zip(*LOOKS.values(), strict=True))
-    return dict(zip(scripts_of(groups), looks, strict=False))
+    """For each script the colour, line and marker that it has in every panel; used up, they come in other pairs."""
+    looks, number = {}, len(LOOKS["color"])
+    for i, script in enumerate(scripts_of(groups)):
+        places = {"color": i, "linestyle": i + i // number, "marker": i + i // number}
+        looks[script] = {name: LOOKS[name][place % number] for name, place in places.items()}
+    return looks
 
 
 def draw(axes, x: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray, look: dict, label: str) -> None:

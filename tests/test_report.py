@@ -466,6 +466,12 @@ def test_the_curves_show_what_the_runs_measured(runs) -> None:
     plt.close(figure)
 
 
+def test_every_script_has_a_look_of_its_own() -> None:
+    """More of them than there are colours."""
+    looks = report.looks_of({"Pong": {f"script-{i}": [] for i in range(20)}})
+    assert len({tuple(look.values()) for look in looks.values()}) == 20
+
+
 def test_profile_and_sample_efficiency(runs) -> None:
     groups = read(runs[0])
     figure = plt.figure()
