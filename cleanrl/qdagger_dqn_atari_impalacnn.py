@@ -82,6 +82,8 @@ class Args:
     """the learning rate of Adam"""
     online_learning_rate: float | None = None
     """the learning rate of the online phase, to which it falls over the offline one; by default the same"""
+    final_learning_rate: float | None = None
+    """the learning rate at λ = 0, to which the online one falls with λ (the authors: 1e-5); by default the same"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 16
@@ -516,10 +518,12 @@ def main(args: Args) -> None:
         """The network as evaluations want it: from and to NumPy arrays."""
         return lambda observation: q_values_of(network, torch.as_tensor(observation, device=device)).cpu().numpy()
 
-    def learning_rate_at(updates: int) -> float:
+    def learning_rate_at(updates: int, distill_coefficient: float) -> float:
         warmup = linear_schedule(0.0, 1.0, args.warmup_updates, updates + 1)
-        end = args.online_learning_rate or args.learning_rate
-        return warmup * linear_schedule(args.learning_rate, end, args.offline_steps, updates)
+        online = args.online_learning_rate or args.learning_rate
+        final = args.final_learning_rate or online
+        online = linear_schedule(final, online, args.distill_coefficient, distill_coefficient)
+        return warmup * linear_schedule(args.learning_rate, online, args.offline_steps, updates)
 
     # ==================== teacher: how well it plays, and how well one plays at random ====================
     teacher_return = run.evaluate("teacher", player(teacher), args.teacher_eval_episodes)
@@ -560,7 +564,8 @@ def main(args: Args) -> None:
         for updates in run.steps("offline", args.offline_steps, unit="update"):
             if updates > 0 and updates % args.offline_eval_frequency == 0:
                 evaluate_offline(updates)
-            run.losses = losses = update(*replay.window, args.distill_coefficient, learning_rate_at(updates))
+            learning_rate = learning_rate_at(updates, args.distill_coefficient)
+            run.losses = losses = update(*replay.window, args.distill_coefficient, learning_rate)
             global_step = updates + 1
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, q_network, args.tau)
@@ -597,7 +602,8 @@ def main(args: Args) -> None:
             low, high = replay.window
             if step >= args.learning_starts and high > low:
                 if due := times_due(step, next_step, args.train_frequency):
-                    learning_rates = [learning_rate_at(run.state["updates"] + i) for i in range(due)]
+                    numbers = range(run.state["updates"], run.state["updates"] + due)
+                    learning_rates = [learning_rate_at(number, distill_coefficient) for number in numbers]
                     run.losses = losses = update(low, high, distill_coefficient, *learning_rates)
                     run.state["updates"] += due
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):

@@ -71,6 +71,8 @@ class Args:
     """the learning rate of Adam"""
     online_learning_rate: float | None = None
     """the learning rate of the online phase, to which it falls over the offline one; by default the same"""
+    final_learning_rate: float | None = None
+    """the learning rate at λ = 0, to which the online one falls with λ (the authors: 1e-5); by default the same"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
     num_envs: int = 16
@@ -425,9 +427,14 @@ def update(
     batches = [sample(ring, sample_key, low, high, args) for sample_key in sample_keys]
     td_targets = [td_target(state.target_params, batch, apply) for batch in batches]  # first: XLA is faster so
     gradient = jax.grad(qdagger_loss, has_aux=True)
+    scale = 1.0  # of Adam's updates, which are in proportion to the learning rate
+    if args.final_learning_rate:
+        final = args.final_learning_rate / (args.online_learning_rate or args.learning_rate)
+        scale = final + (1 - final) * distill_coefficient / args.distill_coefficient
     for y, batch in zip(td_targets, batches, strict=True):
         gradients, losses = gradient(state.params, y, batch, distill_coefficient, args.temperature, apply)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        updates = jax.tree.map(lambda x: scale * x, updates)
         state = state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
     return state._replace(key=key), losses
 

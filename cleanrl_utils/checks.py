@@ -21,7 +21,7 @@ AT_LEAST_ONE = (
 AT_LEAST_ZERO = (
     *("learning_starts", "offline_steps", "distill_coefficient", "warmup_updates", "checkpoint_minutes", "max_minutes"),
 )
-POSITIVE = ("learning_rate", "online_learning_rate", "temperature")
+POSITIVE = ("learning_rate", "online_learning_rate", "final_learning_rate", "temperature")
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 PACKAGES = {"capture_video": ("stable_baselines3", "imageio", "imageio_ffmpeg"), "track": ("wandb", "tensorboard")}
 """What a flag needs beyond the scripts' own packages, to be imported"""
@@ -87,6 +87,10 @@ def check_args(args: Any) -> None:
     check_sizes(args)
     if args.max_minutes and not args.checkpoint_minutes:
         raise UserError("--max-minutes stops with a checkpoint, and --checkpoint-minutes 0 writes none; leave one out")
+    if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
+        raise UserError(
+            "--final-learning-rate is for when λ has fallen, and --distill-coefficient 0 leaves no λ; drop one"
+        )
     if args.upload_model and not args.save_model:
         raise UserError("--upload-model uploads what --save-model saves; give both")
     for name, packages in PACKAGES.items():

@@ -350,8 +350,10 @@ class Update(NamedTuple):
     temperature: float
 
 
-@pytest.mark.parametrize("num_envs", [2, 6])
-def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_games: None) -> None:
+@pytest.mark.parametrize(("num_envs", "final"), [(2, None), (6, None), (6, 5e-5)])
+def test_loop(
+    num_envs: int, final: float | None, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_games: None
+) -> None:
     """Both phases make the updates that are due and no others, with Adam, and move the target network when due.
 
     Adam by the book (Kingma & Ba, 2015, algorithm 1) in float64, on gradients of the loss that test_update.py checks.
@@ -370,6 +372,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(qdagger, "td_target", record_target)
     monkeypatch.setattr(qdagger, "qdagger_loss", record)
+    monkeypatch.setattr(qdagger, "distill_coefficient_now", lambda *args: 0.15)  # a quarter of what it begins with
     monkeypatch.chdir(tmp_path)
     args = tiny(
         teacher,
@@ -383,6 +386,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
         tau=0.3,
         learning_rate=1e-3,
         online_learning_rate=2e-4,
+        final_learning_rate=final,
         warmup_updates=12,
         temperature=0.7,
         distill_coefficient=0.6,
@@ -415,7 +419,7 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
             continue
         update = updates[number]
         number += 1
-        assert (update.temperature, update.distill_coefficient) == (0.7, 0.6)
+        assert (update.temperature, update.distill_coefficient) == (0.7, 0.6 if number <= 7 else 0.15)
         assert len(update.batch.action) == args.batch_size
         for moved, target in zip(update.target_network.parameters(), target_parameters, strict=True):
             np.testing.assert_allclose(moved.detach().numpy(), target, rtol=0, atol=1e-6)
@@ -428,7 +432,10 @@ def test_loop(num_envs: int, teacher: Path, tmp_path: Path, monkeypatch: pytest.
             gradient = parameter.grad.double().numpy()
             m += (1 - 0.9) * (gradient - m)
             v += (1 - 0.999) * (gradient**2 - v)
-            learning_rate = min(number / 12, 1) * (1e-3 - 8e-4 * min((number - 1) / 7, 1))
+            learning_rate = 1e-3 - 8e-4 * (number - 1) / 7 if number <= 7 else 2e-4
+            if number > 7 and final:
+                learning_rate = final + (2e-4 - final) / 4
+            learning_rate *= min(number / 12, 1)
             step = learning_rate * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
             change = new.detach().double().numpy() - parameter.detach().double().numpy()
             np.testing.assert_allclose(change, -step, rtol=1e-3, atol=1e-6)
@@ -629,7 +636,7 @@ OUT_OF_RANGE += [("learning_rate", float("inf")), ("learning_starts", -1)]
 OUT_OF_RANGE += [("repeat_action_probability", x) for x in (-0.1, 1.0, 1.5, float("nan"))]
 QDAGGER_ONLY = [("temperature", 0.0), ("temperature", -1.0), ("temperature", float("nan")), ("offline_steps", -1)]
 QDAGGER_ONLY += [("temperature", float("inf")), ("distill_coefficient", -1.0), ("distill_coefficient", float("nan"))]
-QDAGGER_ONLY += [("online_learning_rate", 0.0), ("online_learning_rate", float("nan"))]
+QDAGGER_ONLY += [(f"{name}_learning_rate", x) for name in ("online", "final") for x in (0.0, float("nan"))]
 QDAGGER_ONLY += [("offline_eval_frequency", 0), ("teacher_eval_episodes", 0), ("teacher_steps", 0)]
 
 
@@ -655,6 +662,7 @@ def test_number_out_of_range(name: str, value: float, no_long_phase: Path, teach
         ({"buffer_size": 15, "n_step": 3}, ("--buffer-size", "--n-step", "at least 16")),
         ({"teacher_steps": 11}, ("--teacher-steps", "--num-envs", "at least 12")),
         ({"upload_model": True}, ("--upload-model", "--save-model")),
+        ({"final_learning_rate": 1e-5, "distill_coefficient": 0.0}, ("--final-learning-rate", "--distill-coefficient")),
         ({"buffer_size": 10**10}, ("--buffer-size", "GB", "10,000,000,000")),
         ({"teacher_steps": 10**10}, ("--teacher-steps", "GB", "10,000,000,000")),
         ({"exp_name": "a/b"}, ("--exp-name",)),
@@ -666,7 +674,7 @@ def test_flags_that_do_not_go_together(
 ) -> None:
     """Found out at the start, not after hours: nothing would ever be learned, or there is no room for it."""
     assert_refused(tiny(teacher, **changes), *words)
-    if "teacher_steps" not in changes:
+    if changes.keys().isdisjoint({"teacher_steps", "final_learning_rate"}):
         dqn = {"env_id": GAME, "buffer_size": 100, "learning_starts": 40, "num_envs": 2, "total_timesteps": 60}
         assert_refused(dqn_atari.Args(**(dqn | changes)), *words)
 

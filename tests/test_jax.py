@@ -230,11 +230,12 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
     assert jnp.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
-def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("script", "final"), [(qdagger_jax, None), (qdagger_jax, 1e-4), (dqn_atari_jax, None)])
+def test_updates_are_adams(script: Any, final: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three updates leave the weights that three of PyTorch leave, each draws anew, and the target network stays.
 
-    QDagger's are made in two calls, of one update and of two.
+    QDagger's are made in two calls, of one update and of two; λ is at 35 % of what it began with, and with it the
+    learning rate on its way up from the final one.
     """
     torch_script = qdagger if script is qdagger_jax else dqn_atari
     batches = [make_batch(seed, 2) for seed in (11, 12, 13)]
@@ -259,8 +260,8 @@ def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None
         return jax.tree.map(lambda x: x[i], ring)
 
     monkeypatch.setattr(script, "sample", sample)
-    args = script.Args(gamma=0.9)
-    args.temperature = 0.5
+    args = script.Args(gamma=0.9, learning_rate=1e-3)
+    args.temperature, args.distill_coefficient, args.final_learning_rate = 0.5, 2.0, final
     learn = functools.partial(script.update, args=args, apply=script.QNetwork(A).apply, optimizer=optimizer)
     if script is qdagger_jax:
         learn = jax.jit(learn, static_argnames="due")
@@ -274,7 +275,7 @@ def test_updates_are_adams(script: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(set(keys)) == 3
     assert len(set(drawn)) >= 2
 
-    adam = torch.optim.Adam(student.parameters(), lr=1e-3)
+    adam = torch.optim.Adam(student.parameters(), lr=final + 0.35 * (1e-3 - final) if final else 1e-3)
     for i in drawn:
         torch_side = torch_batch(torch_script, batches[i])
         if script is qdagger_jax:
