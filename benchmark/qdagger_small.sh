@@ -29,6 +29,7 @@ small BeamRider $torch "" $beam_rider "$taught"
 small BeamRider $torch -from-scratch $beam_rider "$scratch"
 small Pong $torch -100k $pong "$longer"
 small BeamRider $torch -100k $beam_rider "$longer"
+small Pong $torch -100k-final-1e-5 $pong "$longer --final-learning-rate 1e-5"
 small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-rate 1e-5"
 # At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, it has not.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
