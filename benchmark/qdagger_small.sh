@@ -31,7 +31,7 @@ small Pong $torch -100k $pong "$longer"
 small BeamRider $torch -100k $beam_rider "$longer"
 small Pong $torch -100k-final-1e-5 $pong "$longer --final-learning-rate 1e-5"
 small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-rate 1e-5"
-# At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, it has not.
+# At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, no run has stayed so.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
 small Breakout $torch -offline-only $breakout "--distill-coefficient 0 $taught"
 small Pong $torch -offline-only-1e-4 $pong "--distill-coefficient 0 --learning-rate 1e-4 $taught"
