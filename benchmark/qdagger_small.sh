@@ -5,10 +5,11 @@
 # Flags for the runner may follow.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+folder=cleanrl
 small() { # game, script, what its name ends in, teacher, further flags
     # A larger learning rate while the teacher's data lasts: 2,000 updates are few. Four games: ten are to end soon.
     python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds 3 --workers 2 --command "python
-        cleanrl/$2.py --exp-name $2$3 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
+        $folder/$2.py --exp-name $2$3 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
         --n-step 3 --num-envs 4 --teacher-steps 20000 --offline-eval-frequency 2000 --learning-starts 1000
         --buffer-size 50000 --teacher-eval-episodes 30 --eval-episodes 30 --save-model
         --teacher-policy-hf-repo $4 $5" "${flags[@]}" || [ $? = 1 ]
@@ -42,3 +43,16 @@ small Pong $torch -1-step $pong "--n-step 1 $taught"
 # The second generation: the first one's second seed teaches, the best of ours.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"
+# What the authors do otherwise and no flag gives, by an edit of the script: Adam's epsilon; a λ that is never raised
+# again once it was 0.
+edited() { # game, what its name ends in, teacher, what sed does
+    folder=build/edited$2
+    mkdir -p "$folder"
+    sed "$4" cleanrl/$torch.py >"$folder/$torch.py"
+    if cmp --silent "$folder/$torch.py" cleanrl/$torch.py; then echo "$2: no line to edit" >&2 && exit 1; fi
+    small "$1" $torch "$2" "$3" "$taught"
+}
+edited Pong -adam-1.5e-4 $pong 's/fused=True,/eps=1.5e-4, &/'
+edited Breakout -latched $breakout 's/^\( *\)low, high = replay.window$/&\
+\1if 0 in (distill_coefficient, run.state.get("latched")):\
+\1    run.state["latched"] = distill_coefficient = 0/'
