@@ -44,7 +44,7 @@ small Pong $torch -1-step $pong "--n-step 1 $taught"
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"
 # What the authors do otherwise and no flag gives, by an edit of the script: Adam's epsilon; a λ that is never raised
-# again once it was 0.
+# again once it was 0; the Huber loss; a target network whose period is counted in updates online too.
 edited() { # game, what its name ends in, teacher, what sed does
     folder=build/edited$2
     mkdir -p "$folder"
@@ -56,3 +56,5 @@ edited Pong -adam-1.5e-4 $pong 's/fused=True,/eps=1.5e-4, &/'
 edited Breakout -latched $breakout 's/^\( *\)low, high = replay.window$/&\
 \1if 0 in (distill_coefficient, run.state.get("latched")):\
 \1    run.state["latched"] = distill_coefficient = 0/'
+edited Pong -huber $pong 's/F.mse_loss/F.smooth_l1_loss/'
+edited Pong -target-updates $pong 's/next_step, args.target_network_frequency/& * args.train_frequency/'
