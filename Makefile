@@ -4,10 +4,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
 TEACHER_JAX := teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
-# A larger learning rate while the teacher's data lasts: it is not for long. Four games at a time: of more, none would
-# end. The authors' weight of the teaching.
-DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --warmup-updates 300 --distill-coefficient 3 --num-envs 4 \
-	--teacher-steps 20000 --total-timesteps 16000 --learning-starts 1000 --buffer-size 16000 \
+# A larger learning rate while the teacher's data lasts: it is not for long. Of more than
+# four games at a time none would end.
+DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 \
+	--num-envs 4 --teacher-steps 20000 --total-timesteps 16000 --learning-starts 1000 --buffer-size 16000 \
 	--teacher-eval-episodes 10 --eval-episodes 10 --save-model
 
 .PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
@@ -26,15 +26,13 @@ help:
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make docs-serve   the same at http://127.0.0.1:8000, anew after every change"
 
-# A small learning rate online: offline the student has come close to the teacher, and is to lose nothing of that.
 demo: $(VENV)/atari
-	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO) \
-		--offline-steps 2000 --online-learning-rate 3e-5
+	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO) --offline-steps 2000
 
-# JAX's updates take three times as long on a CPU: half as many offline, and the online phase has more left to teach.
+# JAX's updates take three times as long on a CPU: half as many offline, in which the teaching has the authors' weight.
 demo-jax: $(VENV)/jax
 	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) \
-		--offline-steps 1000 --online-learning-rate 1e-4 --n-step 3
+		--offline-steps 1000 --distill-coefficient 3 --n-step 3
 
 # Two at a time, each on half of the cores; by file, whose tests share runs that take long to make.
 test: $(VENV)/test
