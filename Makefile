@@ -4,8 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
 TEACHER_JAX := teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
-# A larger learning rate while the teacher's data lasts: it is not for long. Of more than
-# four games at a time none would end.
+# A larger learning rate while the teacher's data lasts: it is not for long. Of more than four games few would end.
 DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 \
 	--num-envs 4 --teacher-steps 20000 --total-timesteps 16000 --learning-starts 1000 --buffer-size 16000 \
 	--teacher-eval-episodes 10 --eval-episodes 10 --save-model
