@@ -29,6 +29,7 @@ demo: $(VENV)/atari
 	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO) --offline-steps 2000
 
 # JAX's updates take three times as long on a CPU: half as many offline, in which the teaching has the authors' weight.
+# After so few, 3-step returns had got further (one seed).
 demo-jax: $(VENV)/jax
 	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) \
 		--offline-steps 1000 --distill-coefficient 3 --n-step 3
