@@ -22,6 +22,7 @@ FRAMES_PER_STEP = 4
 LAST_GAMES = 10  # training games in a mean, as many as λ reads
 GRID = 201  # points of a curve
 THINNED = 200  # points that --thin keeps of a tag that the report does not need
+GOOD = 0.9  # of the way from random to teacher: a game that got so far was not lost
 
 # CleanRL's documentation, pages "QDagger" and "DQN": mean ± standard deviation over seeds after 10 million steps.
 PUBLISHED_GAMES = ("PongNoFrameskip-v4", "BreakoutNoFrameskip-v4", "BeamRiderNoFrameskip-v4")
@@ -337,6 +338,7 @@ def table(groups: Groups) -> str:
     """The report in Markdown: game × script, then over games, each with what its columns mean."""
     rows = []
     for env_id, scripts in groups.items():
+        ends = scale(env_id, scripts, "teacher")
         for script, runs in scripts.items():
             seeds = [str(len(runs))]
             for run in runs:
@@ -347,14 +349,16 @@ def table(groups: Groups) -> str:
             rows.append([
                 env_id, script, ", ".join(seeds), spread([run.score for run in runs]),
                 f"{np.median(games):,.1f}" if len(games) else "",
+                f"{100 * np.mean(games >= ends[0] + GOOD * (ends[1] - ends[0])):.0f} %" if ends and len(games) else "",
                 "; ".join(f"{count} × {text}" if len(how) > 1 else text for text, count in how.items()),
                 *(spread([run.last(tag) for run in runs]) for tag in (OFFLINE, TEACHER, RANDOM)),
                 dict(zip(PUBLISHED_GAMES, PUBLISHED.get(script, ()), strict=False)).get(env_id, ""),
             ])  # fmt: skip
-    header = ["game", "script", "seeds", "return", "median game", "measured by"]
+    header = ["game", "script", "seeds", "return", "median game", "good games", "measured by"]
     text = markdown([*header, "after the offline phase", "teacher", "random", "published"], rows) + (
         "\nReturn: mean ± sample standard deviation over seeds of each seed's mean; the median is that of all their "
-        "games. Published: CleanRL's documentation, after 10 million online steps.\n"
+        f"games; good games: the share of them that came {100 * GOOD:.0f} % of the way from random to the teacher. "
+        "Published: CleanRL's documentation, after 10 million online steps.\n"
     )
     rows = []
     for script in scripts_of(groups):

@@ -263,6 +263,8 @@ def test_the_table_says_what_the_runs_measured(runs) -> None:
         means = [np.mean(scores) for scores in games]
         assert row["return"] == f"{np.mean(means):.1f} ± {np.std(means, ddof=1):.1f}"
         assert row["median game"] == f"{np.median(np.concatenate(games)):.1f}"
+        good = [score >= 15.5 for score in np.concatenate(games)]  # −20.5 + 0.9 (19.5 + 20.5)
+        assert row["good games"] == f"{100 * np.mean(good):.0f} %"
         offline = [written[env_id, script, seed][OFFLINE][-1][1] for seed in (1, 2, 3)]
         assert row["after the offline phase"] == f"{np.mean(offline):.1f} ± {np.std(offline, ddof=1):.1f}"
         assert (row["teacher"], row["random"]) == ("19.5 ± 0.0", "-20.5 ± 0.0")
@@ -280,6 +282,7 @@ def test_published_numbers_stand_beside_runs_of_the_same_name(tmp_path: Path) ->
     rows = {(row["game"], row["script"]): row for row in cells(report.table(read(tmp_path)))}
     assert rows[PONG, "qdagger_dqn_atari_impalacnn"]["published"] == "19.7 ± 0.2"
     assert rows[PONG, "dqn_atari"]["published"] == "20.2 ± 0.4"
+    assert "good games" not in rows[PONG, "dqn_atari"]  # no teacher says what is good
     assert rows[PONG, "dqn_atari_x"]["published"] == rows["QbertNoFrameskip-v4", "dqn_atari"]["published"] == ""
 
 
