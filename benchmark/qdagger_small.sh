@@ -30,7 +30,7 @@ small BeamRider $torch "" $beam_rider "$taught"
 small BeamRider $torch -from-scratch $beam_rider "$scratch"
 small Pong $torch -100k $pong "$longer"
 small BeamRider $torch -100k $beam_rider "$longer"
-small Pong $torch -100k-final-1e-5 $pong "$longer --final-learning-rate 1e-5 --eval-episodes 100"
+small Pong $torch -100k-final-1e-5 $pong "$longer --final-learning-rate 1e-5"
 small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-rate 1e-5"
 # At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, no run has stayed so.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
@@ -42,6 +42,8 @@ small Pong $torch -temperature-1 $pong "--temperature 1 $taught"
 small Pong $torch -1-step $pong "--n-step 1 $taught"
 small Pong $torch -learning-starts-5000 $pong "--learning-starts 5000 $taught"
 small Pong $torch -buffer-10000 $pong "--buffer-size 10000 $taught"
+small Pong $torch -target-100 $pong "--target-network-frequency 100 $taught"
+small Breakout $torch -target-100 $breakout "--target-network-frequency 100 $taught"
 # The second generation: the first one's second seed teaches, the best of ours.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"
