@@ -12,7 +12,7 @@ DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 
 .PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
 
 help:
-	@echo "make demo         QDagger on Pong from the embedded teacher, 6 to 13 minutes on 2 cores"
+	@echo "make demo         QDagger on Pong from the embedded teacher, 5 to 13 minutes on 2 cores"
 	@echo "make demo-jax     the same in JAX, 18 minutes"
 	@echo "make test         the test suite, 8 to 10 minutes on 2 cores"
 	@echo "make test-gpu     the tests that need an NVIDIA GPU"
