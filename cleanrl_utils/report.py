@@ -22,6 +22,7 @@ FRAMES_PER_STEP = 4
 LAST_GAMES = 10  # training games in a mean, as many as λ reads
 GRID = 201  # points of a curve
 THINNED = 200  # points that --thin keeps of a tag that the report does not need
+FADED = 0.1  # λ below it: the student hardly hears the teacher any more
 GOOD = 0.9  # of the way from random to teacher: a game that got so far was not lost
 
 # CleanRL's documentation, pages "QDagger" and "DQN": mean ± standard deviation over seeds after 10 million steps.
@@ -142,6 +143,15 @@ class Run:
     def score(self) -> float:
         """Mean of the final games; NaN where no game is over."""
         return mean(self.final_games[0])
+
+    @property
+    def untaught(self) -> float:
+        """Share of the online steps in which λ, as last logged, was below ``FADED``; NaN where it always was."""
+        steps, values = self.points[LAMBDA].T
+        if not self.online_steps or values.max(initial=0) < FADED:
+            return np.nan
+        lengths = np.diff(steps, append=self.last_step)
+        return float(lengths[values < FADED].sum() / self.online_steps)
 
     def last(self, tag: str) -> float:
         """The last value of a tag; NaN where there is none."""
@@ -346,18 +356,21 @@ def table(groups: Groups) -> str:
                     seeds.append(f"seed {run.seed} at {100 * run.online_steps / run.total_steps:.0f} %")
             how = Counter(run.final_games[1] for run in runs)
             games = np.concatenate([run.final_games[0] for run in runs])
+            untaught = mean([run.untaught for run in runs])
             rows.append([
                 env_id, script, ", ".join(seeds), spread([run.score for run in runs]),
                 f"{np.median(games):,.1f}" if len(games) else "",
                 f"{100 * np.mean(games >= ends[0] + GOOD * (ends[1] - ends[0])):.0f} %" if ends and len(games) else "",
+                "" if np.isnan(untaught) else f"{100 * untaught:.0f} %",
                 "; ".join(f"{count} × {text}" if len(how) > 1 else text for text, count in how.items()),
                 *(spread([run.last(tag) for run in runs]) for tag in (OFFLINE, TEACHER, RANDOM)),
                 dict(zip(PUBLISHED_GAMES, PUBLISHED.get(script, ()), strict=False)).get(env_id, ""),
             ])  # fmt: skip
-    header = ["game", "script", "seeds", "return", "median game", "good games", "measured by"]
+    header = ["game", "script", "seeds", "return", "median game", "good games", f"λ < {FADED}", "measured by"]
     text = markdown([*header, "after the offline phase", "teacher", "random", "published"], rows) + (
         "\nReturn: mean ± sample standard deviation over seeds of each seed's mean; the median is that of all their "
         f"games; good games: the share of them that came {100 * GOOD:.0f} % of the way from random to the teacher. "
+        f"λ < {FADED}: the share of the online steps in which it was so small, the teaching all but over. "
         "Published: CleanRL's documentation, after 10 million online steps.\n"
     )
     rows = []

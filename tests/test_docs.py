@@ -45,10 +45,10 @@ def section(page: Path, title: str) -> str:
     return match[1]
 
 
-def rows(text: str) -> list[list[str]]:
-    """The cells of the tables in a text, less heads."""
+def rows(text: str, first: str | tuple[str, ...] = "`") -> list[list[str]]:
+    """The cells of the tables in a text, of the rows that begin so: less heads."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    return [row for row in cells if row[0].startswith("`")]
+    return [row for row in cells if row[0].startswith(first)]
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -178,7 +178,7 @@ def test_results_are_those_of_the_committed_runs(tmp_path: Path) -> None:
     report.main(report.Args([ROOT / "benchmark/runs"], tmp_path))
     of_report, of_docs = (
         [line for line in page.read_text().splitlines() if re.match(r"\| (game|\w+NoFrameskip)", line)]
-        for page in (tmp_path / "table.md", ROOT / "docs/benchmarks.md")
+        for page in (tmp_path / "table.md", ROOT / "docs/results.md")
     )
     assert of_docs == of_report
     names, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in of_report)
@@ -192,6 +192,26 @@ def test_results_are_those_of_the_committed_runs(tmp_path: Path) -> None:
         of_readme.append([*cells, runs[game, "qdagger_dqn_atari_impalacnn"]["teacher"]])
     table = re.findall(r"^\| (?:BeamRider|Breakout|Pong) .*$", README.read_text(), flags=re.MULTILINE)
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table] == of_readme
+
+
+def test_every_seed_is_that_of_the_committed_runs() -> None:
+    """The table of what was tried has the returns of all runs, seed by seed, and no row without one."""
+    groups, of_docs = report.read_groups([ROOT / "benchmark/runs"], {}), {}
+    for name, _, *cells in rows(section(ROOT / "docs/results.md", "What was tried"), ("teacher", "QDagger", "`")):
+        for game, cell in zip(("Pong", "Breakout", "BeamRider"), cells, strict=True):
+            if cell:
+                of_docs[f"{game}NoFrameskip-v4", name.strip("`").removeprefix("QDagger")] = cell
+    measured = {}
+    for game, scripts in groups.items():
+        for script, runs in scripts.items():
+            if "jax" not in script:
+                name = script.removeprefix("qdagger_dqn_atari_impalacnn")
+                measured[game, name] = [run.score for run in runs]
+                if not name:
+                    measured[game, "teacher"] = [report.mean([run.last(report.TEACHER) for run in runs])]
+    assert of_docs == {
+        of: " · ".join(f"{score:,.{0 if score >= 1000 else 1}f}" for score in scores) for of, scores in measured.items()
+    }
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

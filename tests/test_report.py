@@ -80,7 +80,7 @@ def game_points(rng: np.random.Generator, level: float, last: int = 21000) -> Po
         "losses/loss": [(step, float(rng.random())) for step in range(2000, last + 1, 40)],
     }
     over = np.array(steps)
-    points[LAMBDA] = [(step, 1 / (1 + int((over <= step).sum()) // 10)) for step in range(1000, last, 96)]
+    points[LAMBDA] = [(step, 1 / (1 + 4 * (int((over <= step).sum()) // 10))) for step in range(1000, last, 96)]
     if last == 21000:
         points[EVAL] = [(i, float(np.round(level + rng.normal(0, 3)))) for i in range(20)]
     return points
@@ -253,7 +253,8 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_table_says_what_the_runs_measured(runs) -> None:
     root, written = runs
-    rows = {(row["game"], row["script"]): row for row in cells(report.table(read(root)))}
+    groups = read(root)
+    rows = {(row["game"], row["script"]): row for row in cells(report.table(groups))}
     assert list(rows) == [(g, s) for g in (BREAKOUT, PONG) for s in ("qdagger", "scratch")]
     for (env_id, script), row in rows.items():
         games = []
@@ -265,6 +266,9 @@ def test_the_table_says_what_the_runs_measured(runs) -> None:
         assert row["median game"] == f"{np.median(np.concatenate(games)):.1f}"
         good = [score >= 15.5 for score in np.concatenate(games)]  # −20.5 + 0.9 (19.5 + 20.5)
         assert row["good games"] == f"{100 * np.mean(good):.0f} %"
+        untaught = np.mean([run.untaught for run in groups[env_id][script]])
+        assert untaught > 0.05
+        assert row["λ < 0.1"] == f"{100 * untaught:.0f} %"
         offline = [written[env_id, script, seed][OFFLINE][-1][1] for seed in (1, 2, 3)]
         assert row["after the offline phase"] == f"{np.mean(offline):.1f} ± {np.std(offline, ddof=1):.1f}"
         assert (row["teacher"], row["random"]) == ("19.5 ± 0.0", "-20.5 ± 0.0")
@@ -291,6 +295,19 @@ def test_a_run_in_which_no_game_is_over_is_reported(tmp_path: Path) -> None:
     (row,) = cells(report.table(read(tmp_path)))
     assert (row["seeds"], row["measured by"], row["teacher"]) == ("1, seed 1 at 0 %", "no game is over", "19.5")
     report.report(read(tmp_path), tmp_path / "report")
+
+
+def test_the_share_of_the_steps_after_the_teaching() -> None:
+    """Step by step: each has the λ that was last logged, and before the first one nothing has faded."""
+    rng = np.random.default_rng(0)
+    steps = np.sort(rng.choice(np.arange(1000, 3000), 40, replace=False))
+    values = rng.choice([0.0, 0.05, 0.1, 0.5, 1.0], len(steps))
+    points = {tag: np.zeros((0, 2)) for tag in report.TAGS}
+    run = Run(Path(), PONG, "x", 1, 1000, 2000, 3000, points | {LAMBDA: np.stack([steps, values], axis=1)})
+    held = [values[steps <= step][-1] if any(steps <= step) else 1.0 for step in range(1000, 3000)]
+    assert run.untaught == pytest.approx(np.mean(np.array(held) < 0.1))
+    for untaught in (np.zeros((0, 2)), np.array([[1000, 0.0], [2000, 0.0]])):  # a DQN; a student that nobody taught
+        assert np.isnan(Run(Path(), PONG, "x", 1, 1000, 2000, 3000, points | {LAMBDA: untaught}).untaught)
 
 
 def test_the_last_evaluation_counts() -> None:
