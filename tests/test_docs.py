@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cleanrl_utils import report
@@ -212,6 +213,22 @@ def test_every_seed_is_that_of_the_committed_runs() -> None:
     assert of_docs == {
         of: " · ".join(f"{score:,.{0 if score >= 1000 else 1}f}" for score in scores) for of, scores in measured.items()
     }
+
+
+def test_what_the_results_say_of_lambda_is_so() -> None:
+    """That it does not fall too early, and for how long it was 0 in the two runs that are named."""
+    text = section(ROOT / "docs/results.md", "What was tried")
+    groups = report.read_groups([ROOT / "benchmark/runs"], {})
+    for run in (run for scripts in groups.values() for runs in scripts.values() for run in runs):
+        returns = run.points[report.TRAINING][:, 1]
+        if run.points[report.LAMBDA][:, 1].any() and len(returns) >= 20:
+            assert returns[:10].mean() <= returns[10:20].mean(), run.path
+    for game, name, seed in (("BeamRider", "-100k", 2), ("Breakout", "-target-100", 1)):
+        run = groups[f"{game}NoFrameskip-v4"][f"qdagger_dqn_atari_impalacnn{name}"][seed - 1]
+        steps, values = run.points[report.LAMBDA].T
+        at_0 = run.last_step - steps[np.flatnonzero(values)[-1] + 1]
+        assert re.search(f"`{name}`, seed {seed},.* 0 for the last {round(at_0, -3):,.0f} steps", text), at_0
+    assert f"one of {run.points[report.TRAINING][:, 1].max():.0f} held it" in text
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
