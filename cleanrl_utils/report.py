@@ -146,7 +146,7 @@ class Run:
 
     @property
     def untaught(self) -> float:
-        """Share of the online steps in which λ, as last logged, was below ``FADED``; NaN where it always was."""
+        """Share of the online steps in which λ, as last logged, was below ``FADED``; NaN without teaching."""
         steps, values = self.points[LAMBDA].T
         if not self.online_steps or values.max(initial=0) < FADED:
             return np.nan
