@@ -34,6 +34,9 @@ small BeamRider $torch -100k $beam_rider "$longer"
 small Pong $torch -100k-final-1e-5 $pong "$longer --final-learning-rate 1e-5 --eval-episodes 100"
 small Breakout $torch -100k-final-1e-5 $breakout "$longer --final-learning-rate 1e-5"
 small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-rate 1e-5"
+# Games of BeamRider are so long that λ has only begun to fade by then.
+longest="--offline-steps 2000 --total-timesteps 150000 --exploration-fraction 0.0333"
+small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-rate 1e-5 --eval-episodes 100"
 # At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, no run has stayed so.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
 small Breakout $torch -offline-only $breakout "--distill-coefficient 0 $taught"
