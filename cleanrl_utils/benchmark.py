@@ -213,7 +213,8 @@ class Job:
         self.process = None
         self.judge()
         if self.state != "finished":
-            if (code == 0 and not self.progress()) or (code == 2 and "this run is finished" in said):
+            without_checkpoints = self.state == "to do" and not self.progress()  # such as CleanRL's own
+            if (code == 0 and without_checkpoints) or (code == 2 and "this run is finished" in said):
                 self.state = "finished"
             elif code == 2 and "still running in another process" in said:
                 self.state, self.not_before = "elsewhere", time.monotonic() + 10

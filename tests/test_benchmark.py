@@ -181,11 +181,14 @@ def test_a_failing_run_stops_no_other_and_shows_its_last_lines(benchmark: Callab
 
 
 def test_exit_code_0_is_not_the_end_of_a_run_that_says_otherwise(benchmark: Callable, capsys: pytest.CaptureFixture):
-    flags = ["--env-ids", "Pong", "--num-seeds", "1", "--workers", "1", "--command", f"{FAKE} --stop-at 10"]
+    """By progress.json or, where it stopped before it could write one, by its checkpoint."""
+    games = ("Pong", "Early")
+    flags = ["--env-ids", *games, "--num-seeds", "1", "--workers", "1", "--command", f"{FAKE} --stop-at 10"]
     assert benchmark(*flags) == 1
-    assert "Pong seed 1: stopped" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert all(f"{game} seed 1: stopped" in output for game in games)
     assert benchmark(*flags) == 0
-    assert steps(("Pong",), (1,)) == [list(range(20))]
+    assert steps(games, (1,)) == [list(range(20))] * 2
 
 
 def test_other_flags_are_another_run(benchmark: Callable):
