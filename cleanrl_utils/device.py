@@ -279,7 +279,7 @@ def pick_jax_device(bf16: bool) -> Any:
     import jax
     import jax.numpy as jnp
 
-    driver = None if "JAX_PLATFORMS" in os.environ else nvidia_driver()
+    driver = None if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else nvidia_driver()
     if driver is None:
         keep_freed_memory()  # before the first threads; on a GPU it would slow XLA's compiler
     # A replay of default size is one array of 7 GB, for which the usual 75 % of a 12 GB card leave no room.

@@ -23,7 +23,7 @@ import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 import torch.nn as nn
 
-from cleanrl_utils import device
+from cleanrl_utils import checks, device
 from cleanrl_utils.checks import TrainingFailure, UserError, check_memory
 
 GPU_MEMORY = 12 * 10**9
@@ -113,6 +113,9 @@ def test_jax_without_cuda(version: str, install: str, driver: Callable, monkeypa
         device.pick_jax_device(bf16=True)
     for word in (install, "JAX_PLATFORMS=cpu", "no CUDA plugin"):
         assert word in str(caught.value)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # asks for it
+    with pytest.raises(UserError, match="no CUDA plugin"):
+        device.pick_jax_device(bf16=True)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert device.pick_jax_device(bf16=True) is jnp.float32
 
@@ -165,6 +168,18 @@ def test_both_replays_fit_on_a_card_of_12_gb(monkeypatch: pytest.MonkeyPatch) ->
         check_memory(qdagger.Args(), qdagger.Replay.bytes_per_step(18), available)
         with pytest.raises(UserError, match="--buffer-size"):
             check_memory(qdagger.Args(buffer_size=1_500_000), qdagger.Replay.bytes_per_step(18), available)
+
+
+def test_memory_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that the kernel keeps in memory until something else needs it are no use of it."""
+    monkeypatch.setattr(checks, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: SimpleNamespace(available=20 * 10**9))
+    assert checks.available_host_memory() == 20 * 10**9
+    for name, text in {"max": "max\n", "current": "9000000000\n", "stat": "file 8\ninactive_file 7000000000\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert checks.available_host_memory() == 20 * 10**9
+    (tmp_path / "memory.max").write_text("12000000000\n")
+    assert checks.available_host_memory() == 10**10
 
 
 def test_jax_pool_is_set_before_jax_starts() -> None:
