@@ -139,7 +139,7 @@ class Run:
             self._over, self.phase, self.done = loaded["over"], loaded["phase"], loaded["done"]
             self._seconds, self.state = loaded["seconds"], loaded["state"]
             self.results = {name: np.array(scores) for name, scores in loaded["results"].items()}
-            self.videos = [Path(video) for video in loaded["videos"]]
+            self.videos = [path for video in loaded["videos"] if (path := Path(video)).is_file()]
             where = f"in {self.phase} after {self.done:,} steps" if self.phase else f"after {', '.join(self._over)}"
             print(f"resuming {self.dir} {where}", flush=True)
         self._clock: float | None = None  # when `seconds` was last noted, if it is running
@@ -309,7 +309,7 @@ class Run:
             tqdm.write(
                 f"WARNING: the network has nearly the same Q-values for all observations ({self.phase}, step "
                 f"{self.done:,}); if that stays so, it has collapsed (dead ReLUs): start anew with a lower "
-                "--learning-rate or, if it is a student, --warmup-updates 1000",
+                "--learning-rate or, if it is a student, --warmup-updates 300",
                 file=sys.stderr,
             )
 

@@ -1191,6 +1191,20 @@ def test_still_running(stopped: Path) -> None:
     os.close(lock)
 
 
+def test_a_video_that_is_gone_is_not_missed(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only ``runs/`` was copied, a resumed run could otherwise neither end nor be uploaded."""
+    monkeypatch.chdir(tmp_path)
+    run = Run(tiny(teacher))
+    kept, gone = Path("kept.mp4"), Path("gone.mp4")
+    kept.touch()
+    run.videos = [kept, gone]
+    run.save()
+    run.close()
+    run = Run(parse_args(qdagger.Args, ["--resume", str(run.dir)]))
+    run.close()
+    assert run.videos == [kept]
+
+
 def test_limits_need_checkpoints(teacher: Path) -> None:
     """--max-minutes without checkpoints would lose everything."""
     with pytest.raises(UserError, match="--checkpoint-minutes"):
