@@ -134,15 +134,13 @@ class AtariEnvs:
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
-        self._seed, self._sent = seed, False
+        self._seed = seed
         self._score = np.zeros(num_envs, np.int64)
         self._length = np.zeros(num_envs, np.int64)
         self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
-        if self._sent:  # a step that nobody waits for any more
-            self.recv()
         seeds = env_seeds(self._seed if seed is None else seed, self.num_envs)
         with emulator_errors(self.on_failure):
             observation, info = self._envs.reset(seed=seeds)
@@ -157,14 +155,12 @@ class AtariEnvs:
             action = np.where(self._press_fire, self._fire_action, action)
         with emulator_errors(self.on_failure):
             self._envs.send(action)
-        self._sent = True
         return action
 
     def recv(self) -> Step:
         """Waits for the step that :meth:`send` started."""
         with emulator_errors(self.on_failure):
             observation, reward, terminated, truncated, info = self._envs.recv()
-        self._sent = False
         # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
         # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
         game_start = info["frame_number"] - info["episode_frame_number"]

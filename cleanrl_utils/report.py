@@ -1,5 +1,6 @@
 """Tables and curves from TensorBoard event files, ours or CleanRL's: ``python -m cleanrl_utils.report runs``"""
 
+import functools
 import re
 import sys
 import time
@@ -58,14 +59,10 @@ class Args:
 # ==================== reading ====================
 
 
+@functools.cache
 def warn(what: str, consequence: str) -> None:
     """A line on stderr, the first time that ``what`` is so."""
-    if what not in _warned:
-        _warned.add(what)
-        print(f"warning: {what}; {consequence}", file=sys.stderr, flush=True)
-
-
-_warned: set[str] = set()
+    print(f"warning: {what}; {consequence}", file=sys.stderr, flush=True)
 
 
 def read_events(directory: Path) -> Iterator[tuple[bytes, Any]]:

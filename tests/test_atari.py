@@ -380,29 +380,6 @@ def test_final_frame_of_a_truncated_game(name: str, monkeypatch: pytest.MonkeyPa
 # ==================== the emulators themselves ====================
 
 
-def test_reset_amid_a_step() -> None:
-    """What was sent is forgotten: the games are those of envs that were never used, with the seed given."""
-    rng = np.random.default_rng(0)
-    with (
-        closing(AtariEnvs("BreakoutNoFrameskip-v4", 3, seed=5)) as used,
-        closing(AtariEnvs("BreakoutNoFrameskip-v4", 3, seed=6)) as new,
-    ):
-        used.reset()
-        for _ in range(7):
-            used.step(rng.integers(0, 4, 3))
-        used.send(rng.integers(0, 4, 3))
-        np.testing.assert_array_equal(used.reset(seed=6), new.reset())
-        games = 0
-        for t in range(300):
-            action = rng.integers(0, 4, 3)
-            ours, theirs = used.step(action), new.step(action)
-            for one, other in zip(ours[:-1], theirs[:-1], strict=True):
-                np.testing.assert_array_equal(one, other, f"step {t}")
-            assert ours.games == theirs.games
-            games += len(ours.games)
-        assert games > 0
-
-
 @pytest.mark.parametrize("function", ["send", "recv", "reset"])
 def test_what_the_emulator_raises(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches the caller as one line, and first whoever asked for it."""
