@@ -341,11 +341,10 @@ def main(args: Args) -> None:
     check_args(args)
     check_upload_possible(args)
     device, autocast = pick_torch_device(args.cuda, args.bf16)
-    check_memory(args, Replay.BYTES_PER_STEP, available_memory(device))
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-
     if device.type == "cuda":
-        args = rehearsed(rehearse, args, envs.num_actions)
+        args = rehearsed(rehearse, args, envs.num_actions)  # before anything else is on a GPU that may be exclusive
+    check_memory(args, Replay.BYTES_PER_STEP, available_memory(device))
 
     run = Run(args)
     print(describe_torch(device, autocast, args.cuda_graph, envs.num_threads), flush=True)

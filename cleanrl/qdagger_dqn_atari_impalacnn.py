@@ -85,7 +85,7 @@ class Args:
     final_learning_rate: float | None = None
     """the learning rate at λ = 0, to which the online one falls with λ (the authors: 1e-5); by default the same"""
     warmup_updates: int = 0
-    """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
+    """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 300"""
     num_envs: int = 16
     """parallel games, with the same updates per step; fewer if other sizes are too small for 16 and it is not given"""
     buffer_size: int = 1000000
@@ -493,14 +493,14 @@ def main(args: Args) -> None:
     check_upload_possible(args)
     device, autocast = pick_torch_device(args.cuda, args.bf16)
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    check_memory(args, Replay.bytes_per_step(envs.num_actions), available_memory(device))
     hub_repo = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
     teacher = load_teacher(args.teacher_policy_hf_repo or hub_repo, args.teacher_model_exp_name, envs.num_actions)
+    if device.type == "cuda":
+        args = rehearsed(rehearse, args, envs.num_actions)  # before anything else is on a GPU that may be exclusive
+    check_memory(args, Replay.bytes_per_step(envs.num_actions), available_memory(device))
     teacher.to(device, memory_format=torch.channels_last)
     if autocast._enabled:
         teacher.network[:-1].to(torch.bfloat16)  # now, and not in every call: its weights stay as they are
-    if device.type == "cuda":
-        args = rehearsed(rehearse, args, envs.num_actions)
 
     run = Run(args)
     print(describe_torch(device, autocast, args.cuda_graph, envs.num_threads), flush=True)

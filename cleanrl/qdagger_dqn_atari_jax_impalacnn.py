@@ -74,7 +74,7 @@ class Args:
     final_learning_rate: float | None = None
     """the learning rate at λ = 0, to which the online one falls with λ (the authors: 1e-5); by default the same"""
     warmup_updates: int = 0
-    """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 1000"""
+    """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 300"""
     num_envs: int = 16
     """parallel games, with the same updates per step; fewer if other sizes are too small for 16 and it is not given"""
     buffer_size: int = 1000000
