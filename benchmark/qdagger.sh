@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The published experiment at full size: three games, three seeds, both backends, teachers from the hub; made for a GPU.
+# The experiment at full size: three games, three seeds, both backends, teachers from the hub; made for a GPU.
 # Flags for the runner may follow: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
 set -euo pipefail
 cd "$(dirname "$0")/.."
