@@ -203,10 +203,13 @@ def make_wrapped_env(
         max_num_frames_per_episode=MAX_FRAMES,
         render_mode=render_mode,
     )
-    env = sb3.NoopResetEnv(env, NOOP_MAX)
+    meanings = env.unwrapped.get_action_meanings()
+    usual = meanings[0] == "NOOP"  # in all games but Backgammon and Video Checkers, which these wrappers refuse
+    if usual:
+        env = sb3.NoopResetEnv(env, NOOP_MAX)
     env = sb3.MaxAndSkipEnv(env, FRAME_SKIP)
     env = sb3.EpisodicLifeEnv(env)
-    if "FIRE" in env.unwrapped.get_action_meanings():
+    if usual and "FIRE" in meanings:
         env = sb3.FireResetEnv(env)
     env = gym.wrappers.ReshapeObservation(sb3.WarpFrame(env), (84, 84))
     return gym.wrappers.FrameStackObservation(env, 4)

@@ -42,7 +42,7 @@ NOTE = re.compile(r"^\[benchmark\] \S+ \S+ (.*)$", re.MULTILINE)
 SUBMITTED_AS = "submitted to Slurm as "
 STATES = ("running", "elsewhere", "failed", "stopped", "unfinished", "to do", "queued", "finished")
 TO_BE_RUN = ("unfinished", "to do", "elsewhere")
-STOPPED = (0, 143, 130, 138, -signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
+STOPPED = (0, 143, 130, 129, 138, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGUSR1)
 """Exit codes of a run that was told to stop; 0 is that of --max-minutes where progress.json says that more is to do"""
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1

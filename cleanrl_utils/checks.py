@@ -3,8 +3,11 @@
 import dataclasses
 import errno
 import importlib
+import io
 import math
+import os
 import re
+import select
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,14 +48,37 @@ class EmulatorFailure(TrainingFailure):
     """A game can't go on. What the emulator raised is its ``__cause__``."""
 
 
+def drop_dead_streams() -> bool:
+    """Points standard output and error to /dev/null where nobody reads them any more; returns whether that was so.
+
+    The Ctrl-C that stops a run ends a ``| tee`` behind it too, and a terminal that is closed takes both with it.
+    """
+    dead = []
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)  # asked for nothing, it tells of errors
+        if poll.poll(0):
+            dead.append(descriptor)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+    return bool(dead)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turns these errors, and a full disk, into one line on stderr and an exit code, 2 for a :class:`UserError`."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding without "±" is no reason to end
     try:
         yield
     except (UserError, TrainingFailure) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code if isinstance(error, TrainingFailure) else 2)
+    except BrokenPipeError:
+        if not drop_dead_streams():
+            raise
+        sys.exit(141)  # as the shell calls what SIGPIPE ends, behind which there is a `| head`
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise

@@ -616,7 +616,10 @@ def main(args: Args) -> None:
         raise UserError(f"a report needs matplotlib, scipy and tensorboard ({error}): pip install '.[plot]'") from error
     if args.thin:
         for directory in find_runs(args.runs):
-            path = thin(directory, args.thin)
+            try:
+                path = thin(directory, args.thin)
+            except OSError as error:
+                raise UserError(f"--thin {args.thin} can't be written to ({error.strerror}); give a folder") from error
             print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
         return
     if args.every <= 0:

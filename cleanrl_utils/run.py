@@ -27,7 +27,7 @@ from tqdm import tqdm
 from cleanrl_utils import checkpoint, tracking
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, NotFinite, as_array
-from cleanrl_utils.checks import EmulatorFailure, TrainingFailure, UserError, fit_num_envs, flag
+from cleanrl_utils.checks import EmulatorFailure, TrainingFailure, UserError, drop_dead_streams, fit_num_envs, flag
 from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
 from cleanrl_utils.tracking import script_of, warn_once
 
@@ -36,11 +36,12 @@ T = TypeVar("T")
 MAY_CHANGE = {
     *("resume", "total_timesteps", "checkpoint_minutes", "max_minutes", "eval_episodes", "cuda", "cuda_graph"),
     *("compile", "torch_deterministic", "track", "wandb_project_name", "wandb_entity", "capture_video"),
-    *("save_model", "upload_model", "hf_entity"),
+    *("save_model", "upload_model", "hf_entity", "teacher_policy_hf_repo"),
 }
-"""Flags that a resumed run may be given other values of; a longer total_timesteps stretches the fall of epsilon"""
+"""Flags that a resumed run may be given other values of; a longer total_timesteps stretches the fall of epsilon, and a
+teacher may have been moved"""
 
-EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGUSR1: 138, signal.SIGALRM: 0}
+EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138, signal.SIGALRM: 0}
 """SIGALRM is what --max-minutes sends"""
 
 MAX_ACTIONS = 18
@@ -63,9 +64,9 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     if args.resume is None:
         num_envs_given = any(re.match(r"--num[-_]envs\b", word) for word in argv)
         return args if num_envs_given else fit_num_envs(args)
-    flags = load_checkpoint(Path(args.resume), args, with_replay=False)[1]["flags"]
+    state = load_checkpoint(Path(args.resume), args, with_replay=False)[1]
     try:
-        saved = args_class(**flags)
+        saved = args_class(**state["flags"])
     except TypeError as error:
         raise UserError(f"--resume {args.resume}: this script has other flags than the one that began it") from error
     # What is not given on the command line is now as it was in the run, so that all that differs was given.
@@ -77,6 +78,11 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
                 f"{flag(field.name)} is {given} and {args.resume} was started with {was}; leave the flag out, or start "
                 "a new run without --resume"
             )
+    if args.total_timesteps != saved.total_timesteps and {"online", "training"} & set(state["over"]):
+        raise UserError(
+            f"--total-timesteps is {args.total_timesteps} and the training of {args.resume} is over, after "
+            f"{saved.total_timesteps}; leave the flag out"
+        )
     return args
 
 
@@ -149,6 +155,8 @@ class Run:
         self._handlers: dict[signal.Signals, Any] = {}
         if args.checkpoint_minutes:
             self._handlers = {number: signal.signal(number, self._on_signal) for number in EXIT_CODES}
+            if self._handlers[signal.SIGHUP] == signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)  # by nohup
             if args.max_minutes:
                 signal.setitimer(signal.ITIMER_REAL, args.max_minutes * 60)
 
@@ -280,7 +288,6 @@ class Run:
             self._seconds, running, self._clock = self.seconds, self._clock, None
             try:
                 returns = play_games(q_function, episodes=episodes, seed=args.seed + 1000, description=name, **game)
-                tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
                 if args.capture_video and q_function is not None:
                     video = Path("videos") / self.dir.name / f"{name.replace(' ', '-')}.mp4"
                     play_wrapped_game(q_function, seed=args.seed, video=video, **game)
@@ -289,6 +296,7 @@ class Run:
                 self._fail_emulator(failure)
             except OSError as error:
                 warn_once("a video can't be written", error, "training goes on without it")
+            tqdm.write(f"{name}: return {returns.mean():.1f} ± {returns.std():.1f} over {episodes} games")
             self._clock = running and time.monotonic()
             self.results[name], self._return = returns, float(returns.mean())
             self._write_progress()
@@ -361,20 +369,22 @@ class Run:
         return f"the last checkpoint is {last}, resume with: {self._resume_command()}" if last else "no checkpoint yet"
 
     def _resume_command(self) -> str:
-        script = script_of(self.args)
-        path = f"cleanrl/{script.name}" if script.parent.name == "cleanrl" else str(script)
-        return shlex.join(["python", path, "--resume", str(self.dir)])
+        script, here = script_of(self.args).resolve(), Path.cwd()
+        path = script.relative_to(here) if script.is_relative_to(here) else script
+        return shlex.join(["python", str(path), "--resume", str(self.dir)])
 
     def _on_signal(self, number: int, frame: Any) -> None:
         """Notes the first signal; later ones change nothing, least of all a checkpoint that is being written."""
         if self._signal is None:
             self._signal = signal.Signals(number)
             # tqdm and print are not to be called from a signal handler: it may have interrupted one of them.
-            os.write(2, f"\n{self._signal.name}: saving after this iteration\n".encode())
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self._signal.name}: saving after this iteration\n".encode())
 
     def _stop_if_told(self) -> None:
         if self._signal is None:
             return
+        drop_dead_streams()
         self.bar.close()  # or the message would end up in its line
         number = self._signal
         saved = self.save()

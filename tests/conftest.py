@@ -50,7 +50,7 @@ def denormals() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
     """A run that is broken off in this process leaves its signal handlers behind."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():

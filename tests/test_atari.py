@@ -380,6 +380,14 @@ def test_final_frame_of_a_truncated_game(name: str, monkeypatch: pytest.MonkeyPa
 # ==================== the emulators themselves ====================
 
 
+@pytest.mark.parametrize("env_id", ["ALE/Backgammon-v5", "ALE/VideoCheckers-v5"])
+def test_games_without_a_no_op_can_be_filmed(env_id: str) -> None:
+    """stable-baselines3's wrappers for the start of a game refuse them."""
+    with closing(make_wrapped_env(env_id)) as wrapped:
+        assert wrapped.unwrapped.get_action_meanings()[0] != "NOOP"
+        assert np.asarray(wrapped.reset(seed=1)[0]).shape == wrapped.step(1)[0].shape == (4, 84, 84)
+
+
 @pytest.mark.parametrize("function", ["send", "recv", "reset"])
 def test_what_the_emulator_raises(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reaches the caller as one line, and first whoever asked for it."""

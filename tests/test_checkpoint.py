@@ -1173,6 +1173,18 @@ def test_contradicting_flag(flags: list[str], words: list[str], stopped: Path) -
         assert word in str(error.value)
 
 
+def test_no_more_steps_once_training_is_over(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be promised in silence."""
+    monkeypatch.chdir(tmp_path)
+    run = Run(tiny(teacher))
+    run.end_phase("online")
+    run.close()
+    flags = ["--resume", str(run.dir), "--total-timesteps"]
+    assert parse_args(qdagger.Args, [*flags, str(run.args.total_timesteps)]).resume
+    with pytest.raises(UserError, match=r"--total-timesteps is 999999 and the training of .* is over, after"):
+        parse_args(qdagger.Args, [*flags, "999999"])
+
+
 def test_nothing_to_resume(stopped: Path, tmp_path: Path) -> None:
     """One line each, before anything is touched."""
     for path, words in ((tmp_path / "no", "no such directory"), (tmp_path, "no checkpoint")):
@@ -1240,7 +1252,7 @@ def test_time_limit(teacher: Path, tmp_path: Path, no_games: list[str], capfd: p
         assert timers[0] == (signal.ITIMER_REAL, 3000.0)
         assert timers[-1] == (signal.ITIMER_REAL, 0)
         run_dir = only(Path("runs").iterdir())
-        assert f"python cleanrl/qdagger_dqn_atari_impalacnn.py --resume {run_dir}" in capfd.readouterr().out
+        assert f"resume with: python {Path(qdagger.__file__)} --resume {run_dir}" in capfd.readouterr().out
         assert parse_args(qdagger.Args, ["--resume", str(run_dir)]).max_minutes == 50.0
         resume(qdagger, run_dir, "--max-minutes", 0)
 
@@ -1578,7 +1590,9 @@ def test_torture(tmp_path: Path) -> None:
 
 
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
-    """SIGTERM and two SIGINTs at once, from outside: exit codes, the command to go on with, and a run that does."""
+    """SIGTERM, several SIGINTs at once, and the end of the terminal, which takes with it whoever reads what is printed:
+    exit codes, the command to go on with, and a run that does.
+    """
     flags = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(args_of(qdagger, teacher)).items()
@@ -1588,26 +1602,51 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     flags += ["--teacher-eval-episodes=1", "--eval-episodes=1", "--teacher-steps=40", "--offline-steps=100000"]
     flags += ["--checkpoint-minutes=0.0001"]
     run_dir = Path()
-    for number, code, times in ((signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 3)):
+    script = REPO / "cleanrl" / "qdagger_dqn_atari_impalacnn.py"
+    for number, code, times in ((signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 3), (signal.SIGHUP, 129, 1)):
         resumed = ["--resume", str(run_dir)] if run_dir.parts else flags
         process = subprocess.Popen(
-            [sys.executable, REPO / "cleanrl" / "qdagger_dqn_atari_impalacnn.py", *resumed],
+            [sys.executable, script, *resumed],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(REPO)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         before = newest_number(tmp_path)
         while newest_number(tmp_path) < before + 2:  # it learns, and saves
             assert process.poll() is None
+        if number == signal.SIGHUP:
+            process.stdout.close()
         for _ in range(times):
             process.send_signal(number)
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == code
+        output = "" if process.stdout.closed else process.communicate(timeout=120)[0]
+        assert process.wait(120) == code
         run_dir = only((tmp_path / "runs").iterdir()).relative_to(tmp_path)
-        assert f"python cleanrl/qdagger_dqn_atari_impalacnn.py --resume {run_dir}" in output
+        assert process.stdout.closed or f"resume with: python {script} --resume {run_dir}" in output
         assert checkpoint_of(tmp_path / run_dir)["phase"]
+
+
+def test_signal_that_cannot_be_announced(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noted all the same: an exception from the handler would break off whatever it has interrupted."""
+    monkeypatch.chdir(tmp_path)
+    run = Run(tiny(teacher))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", mock.Mock(side_effect=BrokenPipeError))
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(SystemExit) as stop:
+        next(run.steps("offline", 2))
+    assert stop.value.code == 130
+
+
+def test_nohup(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGHUP that is ignored stays so."""
+    monkeypatch.chdir(tmp_path)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run = Run(tiny(teacher))
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    run.close()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def newest_number(folder: Path) -> int:

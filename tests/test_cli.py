@@ -807,3 +807,23 @@ def test_throughput_still_runs(backend: str, tmp_path: Path) -> None:
         "run of full size, hours",
     ]
     assert all(float(plain) > 0 and float(script) > 0 for _, plain, script in rows)
+
+
+PRINT_MUCH = """
+from cleanrl_utils.checks import one_line_errors
+with one_line_errors():
+    for i in range(100_000):
+        print("λ ±", i)
+"""
+
+
+def test_output_that_an_encoding_lacks_or_nobody_reads() -> None:
+    """Neither ends in a traceback."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONIOENCODING": "ascii"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINT_MUCH], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "? ? 0\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 141

@@ -187,9 +187,11 @@ def test_script_of_a_model(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"episodes": 0}, "--episodes is 0 and --epsilon is 0.01; the one must be at least 1"),
-        ({"epsilon": 1.5}, "--episodes is 30 and --epsilon is 1.5; the one must be at least 1"),
-        ({"epsilon": float("nan")}, "--epsilon is nan"),
+        ({"episodes": 0}, "0 games at epsilon 0.01 from seed 1 can't be played; give at least 1"),
+        ({"epsilon": 1.5}, "30 games at epsilon 1.5 from seed 1 can't be played; give at least 1"),
+        ({"epsilon": float("nan")}, "30 games at epsilon nan from seed 1"),
+        ({"seed": -1}, "30 games at epsilon 0.01 from seed -1"),
+        ({"video": Path("game")}, "--video game is no mp4 file; "),
         ({"env_id": "AliennNoFrameskip-v4"}, "did you mean Alien?"),
         ({"env_id": "PongNoFrameskip-v4"}, "it has 18 actions and the game has 6, so it is a model of another game"),
         (

@@ -208,6 +208,12 @@ def out_is_a_file(tmp_path: Path) -> list[str]:
     return [str(write_run(tmp_path, 1, {RETURN: [(1500, 1.0)]})), "--out", str(tmp_path / "file")]
 
 
+def thin_into_a_file(tmp_path: Path) -> list[str]:
+    write_run(tmp_path, 1, {RETURN: [(100, 1.0)]})
+    (tmp_path / "file").touch()
+    return [str(tmp_path), "--thin", str(tmp_path / "file")]
+
+
 def thin_into_itself(tmp_path: Path) -> list[str]:
     write_run(tmp_path, 1, {RETURN: [(1500, 1.0)]})
     return [str(tmp_path), "--thin", str(tmp_path)]
@@ -221,6 +227,7 @@ BAD = {
     not_an_event_file: "no run with scalars",
     unreadable: "can't be read",
     out_is_a_file: "can't be written to",
+    thin_into_a_file: "--thin .*file can't be written to",
     thin_into_itself: "would write into the run",
 }
 

@@ -49,10 +49,12 @@ def load(args: Args, library: str, *dtype: Any) -> tuple[ModuleType, Any]:
 
     UserError where there is no such model or script, or the model is of another script or another game.
     """
-    if args.episodes < 1 or not 0 <= args.epsilon <= 1:
-        numbers = f"--episodes is {args.episodes} and --epsilon is {args.epsilon}"
-        raise UserError(f"{numbers}; the one must be at least 1, the other lie between 0 and 1")
+    if args.episodes < 1 or not 0 <= args.epsilon <= 1 or args.seed < 0:
+        numbers = f"{args.episodes} games at epsilon {args.epsilon} from seed {args.seed}"
+        raise UserError(f"{numbers} can't be played; give at least 1, a number between 0 and 1, and one from 0 on")
     if args.video:
+        if args.video.suffix != ".mp4":
+            raise UserError(f"--video {args.video} is no mp4 file; give it a name that ends in .mp4")
         require_packages("--video", *PACKAGES["capture_video"])
     path = Path(args.model)
     script = import_script(args.script, path.stem if path.is_file() else args.exp_name, library)
