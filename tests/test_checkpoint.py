@@ -1590,9 +1590,7 @@ def test_torture(tmp_path: Path) -> None:
 
 
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
-    """SIGTERM, several SIGINTs at once, and the end of the terminal, which takes with it whoever reads what is printed:
-    exit codes, the command to go on with, and a run that does.
-    """
+    """SIGTERM, several SIGINTs at once, SIGHUP: exit codes, the command to go on with, and a run that does."""
     flags = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in vars(args_of(qdagger, teacher)).items()
@@ -1610,33 +1608,52 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(REPO)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         before = newest_number(tmp_path)
         while newest_number(tmp_path) < before + 2:  # it learns, and saves
             assert process.poll() is None
-        if number == signal.SIGHUP:
-            process.stdout.close()
         for _ in range(times):
             process.send_signal(number)
-        output = "" if process.stdout.closed else process.communicate(timeout=120)[0]
-        assert process.wait(120) == code
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code
         run_dir = only((tmp_path / "runs").iterdir()).relative_to(tmp_path)
-        assert process.stdout.closed or f"resume with: python {script} --resume {run_dir}" in output
+        assert f"resume with: python {script} --resume {run_dir}" in output
         assert checkpoint_of(tmp_path / run_dir)["phase"]
 
 
-def test_signal_that_cannot_be_announced(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is noted all the same: an exception from the handler would break off whatever it has interrupted."""
-    monkeypatch.chdir(tmp_path)
-    run = Run(tiny(teacher))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", mock.Mock(side_effect=BrokenPipeError))
-        signal.raise_signal(signal.SIGINT)
-    with pytest.raises(SystemExit) as stop:
-        next(run.steps("offline", 2))
-    assert stop.value.code == 130
+STOPPED_UNREAD = """
+import os, signal, sys
+import qdagger_dqn_atari_impalacnn as qdagger
+from cleanrl_utils.checks import one_line_errors
+from cleanrl_utils.run import Run
+with one_line_errors():
+    run = Run(qdagger.Args(num_envs=1))
+    steps = run.steps("offline", 9)
+    next(steps)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGINT)
+    next(steps)
+"""
+
+
+def test_ctrl_c_that_ends_the_reader_too(tmp_path: Path) -> None:
+    """As it does with ``2>&1 | tee log``: the run saves all the same."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED_UNREAD],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'cleanrl'}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    run_dir = tmp_path / process.stdout.readline().removeprefix("run directory: ").strip()
+    process.stdout.close()
+    process.communicate("\n", timeout=120)
+    assert process.returncode == 130
+    assert (checkpoint_of(run_dir)["phase"], checkpoint_of(run_dir)["done"]) == ("offline", 1)
 
 
 def test_nohup(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
                 copy.main(parse_args(copy.Args, f"{flags} {SIZES}".split()))
         assert stopped.value.code == 143
         (run_dir,) = Path("runs").iterdir()
-        assert f"resume with: python {script} --resume {run_dir}" in out.getvalue()
+        assert f"resume with: python {script.name} --resume {run_dir}" in out.getvalue()
         progress = json.loads((run_dir / "progress.json").read_text())
         assert not progress["finished"]
         copy.main(parse_args(copy.Args, ["--resume", str(run_dir), "--save-model", "--upload-model"]))
