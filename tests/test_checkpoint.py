@@ -1601,6 +1601,7 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     flags += ["--checkpoint-minutes=0.0001"]
     run_dir = Path()
     script = REPO / "cleanrl" / "qdagger_dqn_atari_impalacnn.py"
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup, which processes would inherit
     for number, code, times in ((signal.SIGTERM, 143, 1), (signal.SIGINT, 130, 3), (signal.SIGHUP, 129, 1)):
         resumed = ["--resume", str(run_dir)] if run_dir.parts else flags
         process = subprocess.Popen(
