@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 folder=cleanrl
 small() { # game, script, what its name ends in, teacher, further flags
     # A larger learning rate while the teacher's data lasts: 2,000 updates are few. Four games: ten are to end soon.
-    python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds "${seeds:-3}" --workers 2 --command "python
+    python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds 3 --workers 2 --command "python
         $folder/$2.py --exp-name $2$3 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
         --n-step 3 --num-envs 4 --teacher-steps 20000 --offline-eval-frequency 2000 --learning-starts 1000
         --buffer-size 50000 --teacher-eval-episodes 30 --eval-episodes 30 --save-model
@@ -38,7 +38,7 @@ small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-ra
 longest="--offline-steps 2000 --total-timesteps 150000 --exploration-fraction 0.0333"
 small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-rate 1e-5 --eval-episodes 100"
 # What `make demo` runs, over games enough to tell 95 % of the way from random to teacher from 90 %.
-seeds=5 small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
+small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
     --eval-episodes 100"
 # At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, no run has stayed so.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"

@@ -499,11 +499,11 @@ def test_the_published_benchmarks_give_flags_that_their_scripts_take(name: str):
     environment = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     lines = [shlex.split(line) for line in printed.splitlines()]
-    assert len({tuple(line) for line in lines}) == (95 if name == "qdagger_small" else 18)
+    assert len({tuple(line) for line in lines}) == (93 if name == "qdagger_small" else 18)
     for python, script, *flags in lines:
         assert python == "python"
         args = tyro.cli(importlib.import_module(Path(script).stem).Args, args=flags)
-        assert args.seed in range(1, 6)
+        assert args.seed in (1, 2, 3)
         assert args.save_model
         teacher = getattr(args, "teacher_policy_hf_repo", None)
         first_generation = "runs/PongNoFrameskip-v4__qdagger_dqn_atari_impalacnn__2__"
