@@ -1633,6 +1633,7 @@ with one_line_errors():
     run = Run(qdagger.Args(num_envs=1))
     steps = run.steps("offline", 9)
     next(steps)
+    print("it runs", flush=True)
     sys.stdin.readline()
     os.kill(os.getpid(), signal.SIGINT)
     next(steps)
@@ -1650,11 +1651,13 @@ def test_ctrl_c_that_ends_the_reader_too(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    run_dir = tmp_path / process.stdout.readline().removeprefix("run directory: ").strip()
+    while not process.stdout.readline().endswith("it runs\n"):
+        assert process.poll() is None
     process.stdout.close()
     process.communicate("\n", timeout=120)
     assert process.returncode == 130
-    assert (checkpoint_of(run_dir)["phase"], checkpoint_of(run_dir)["done"]) == ("offline", 1)
+    saved = checkpoint_of(only((tmp_path / "runs").iterdir()))
+    assert (saved["phase"], saved["done"]) == ("offline", 1)
 
 
 def test_nohup(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
