@@ -217,7 +217,9 @@ def test_every_seed_is_that_of_the_committed_runs() -> None:
 
 
 def test_what_the_results_say_of_lambda_is_so() -> None:
-    """That it does not fall too early, and for how long it was 0 in the two runs that are named."""
+    """That it does not fall too early, for how long it was 0 in the two runs that are named, and how far students came
+    when it had faded.
+    """
     text = section(ROOT / "docs/results.md", "What was tried")
     groups = report.read_groups([ROOT / "benchmark/runs"], {})
     for run in (run for scripts in groups.values() for runs in scripts.values() for run in runs):
@@ -230,6 +232,17 @@ def test_what_the_results_say_of_lambda_is_so() -> None:
         at_0 = run.last_step - steps[np.flatnonzero(values)[-1] + 1]
         assert re.search(f"`{name}`, seed {seed},.* 0 for the last {round(at_0, -3):,.0f} steps", text), at_0
     assert f"one of {run.points[report.TRAINING][:, 1].max():.0f} held it" in text
+    pong, beam_rider, demo = (
+        groups[f"{game}NoFrameskip-v4"][f"qdagger_dqn_atari_impalacnn{name}"]
+        for game, name in (("Pong", "-100k-final-1e-5"), ("BeamRider", "-150k-final-1e-5"), ("Pong", "-demo"))
+    )
+    assert f"within {max(run.last(report.TEACHER) - run.score for run in pong):.1f} of its teacher's score" in text
+    margins = [round(run.score - run.last(report.TEACHER), -1) for run in beam_rider]
+    assert f"by {min(margins):.0f} to {max(margins):.0f} points" in text
+    ends = [(run.last(report.RANDOM), run.last(report.TEACHER)) for run in demo]
+    ways = [100 * (run.score - random) / (teacher - random) for run, (random, teacher) in zip(demo, ends, strict=True)]
+    assert "came {:.0f}, {:.0f} and {:.0f} %".format(*ways) in text
+    assert (demo[0].final_games[0] <= -10).sum() == 7
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
