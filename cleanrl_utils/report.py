@@ -555,7 +555,7 @@ def save_figures(groups: Groups, out: Path) -> None:
 def thin(directory: Path, folder: Path) -> Path:
     """Copies what a report needs of a run's events, and a few of the others, to one file in ``folder``/run's name.
 
-    All returns stay, each change of λ, and 200 points of any other tag; events stay as they were written.
+    All returns and texts stay, each change of λ, and 200 points of any other tag; events stay as they were written.
 
     Returns:
         The file.
@@ -569,7 +569,7 @@ def thin(directory: Path, folder: Path) -> Path:
     if target.resolve() == directory.resolve():
         raise UserError(f"--thin {folder} would write into the run {directory}; give another folder")
     events = list(read_events(directory))
-    keep = {i for i, (_, event) in enumerate(events) if event.file_version or hyperparameters_of(event)}
+    keep = {i for i, (_, event) in enumerate(events) if not scalars_of(event)}
     points = defaultdict(list)
     for i, (_, event) in enumerate(events):
         for tag, value in scalars_of(event).items():

@@ -314,12 +314,13 @@ class Run:
         gaps = np.sort(np.diff(np.sort(q_values, axis=None)))[: 1 - MAX_ACTIONS]
         if gaps.size > 10 and gaps.sum() <= HARDLY * np.ptp(q_values) and not self._warned:
             self._warned = True
-            tqdm.write(
-                f"WARNING: the network has nearly the same Q-values for all observations ({self.phase}, step "
-                f"{self.done:,}); if that stays so, it has collapsed (dead ReLUs): start anew with a lower "
-                "--learning-rate or, if it is a student, --warmup-updates 300",
-                file=sys.stderr,
+            warning = (
+                f"the network has nearly the same Q-values for all observations ({self.phase}, step {self.done:,}); if "
+                "that stays so, it has collapsed (dead ReLUs): start anew with a lower --learning-rate or, if it is a "
+                "student, --warmup-updates 300"
             )
+            tqdm.write(f"WARNING: {warning}", file=sys.stderr)
+            self.writer.add_text("warning", warning)
 
     def _fail_not_finite(self, what: str) -> NoReturn:
         values = {name: as_array(value) for name, value in self.losses._asdict().items()} if self.losses else {}

@@ -32,6 +32,7 @@ from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_cli import GAME, TIMED_TAGS, Scalars, only, read_scalars, run_script, tiny, twin, write_teacher
 from tqdm import tqdm
 
@@ -1320,7 +1321,7 @@ def test_dead_network(
     capfd: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One warning when the student sees nothing, or hardly anything, of what it is shown; none of one that does."""
+    """One warning, printed and logged, when the student sees hardly anything of what it is shown; else none."""
     forward = qdagger.QNetwork.forward
     monkeypatch.setattr(
         qdagger.QNetwork,
@@ -1329,10 +1330,13 @@ def test_dead_network(
     )
     small = {"teacher_steps": 400, "offline_steps": 5, "offline_eval_frequency": 5, "learning_starts": 200}
     args = args_of(qdagger, teacher, batch_size=32, **(small | {"total_timesteps": 220}))
-    run_in(tmp_path, qdagger, args, monkeypatch)
+    run_dir = run_in(tmp_path, qdagger, args, monkeypatch)
     warnings = [line for line in capfd.readouterr().err.splitlines() if "same Q-values" in line]
     assert len(warnings) == (seen < 1), warnings
     assert all("(offline, step 5)" in line and "--learning-rate" in line for line in warnings)
+    events = EventAccumulator(str(run_dir)).Reload()
+    logged = events.Tensors("warning/text_summary") if "warning/text_summary" in events.Tags()["tensors"] else []
+    assert [f"WARNING: {text.tensor_proto.string_val[0].decode()}" for text in logged] == warnings
 
 
 def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture) -> None:

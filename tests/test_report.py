@@ -35,6 +35,7 @@ def write_events(directory: Path, points: Points, flags: dict | None = None, wri
     events = SummaryWriter(str(directory))
     if flags is not None:
         events.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{k}|{v}|" for k, v in flags.items()))
+        events.add_text("warning", "of a collapse")
     new_style = {"new_style": True} if writer == "torch, new style" else {}
     for tag, values in points.items():
         for step, value in values:
@@ -541,7 +542,7 @@ def test_thinned_runs_make_the_same_report(runs, tmp_path: Path, capsys) -> None
     events.Reload()
     points = written[PONG, "scratch", 2]
     assert set(events.Tags()["scalars"]) == set(points)
-    assert events.Tags()["tensors"] == ["hyperparameters/text_summary"]
+    assert events.Tags()["tensors"] == ["hyperparameters/text_summary", "warning/text_summary"]
     for tag in (RETURN, EVAL, OFFLINE, TEACHER, RANDOM):
         assert [(e.step, e.value) for e in events.Scalars(tag)] == points[tag]
     assert len(points["losses/loss"]) > len(events.Scalars("losses/loss")) == 200
