@@ -77,15 +77,13 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame (paper: 0.25); by default what the id stands for: -v4 0, -v5 0.25"""
     total_timesteps: int = 10000000
-    """environment steps (4 frames each) of the online phase; a resumed run given more stretches its schedules"""
+    """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     online_learning_rate: float | None = None
     """the learning rate of the online phase, to which it falls over the offline one; by default the same"""
     final_learning_rate: float | None = None
     """the learning rate at λ = 0, to which the online one falls with λ (the authors: 1e-5); by default the same"""
-    anneal_lr: bool = False
-    """if toggled, the learning rate falls to 0 over the online updates: for runs too short for λ to fade"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 300"""
     num_envs: int = 16
@@ -525,11 +523,7 @@ def main(args: Args) -> None:
         online = args.online_learning_rate or args.learning_rate
         final = args.final_learning_rate or online
         online = linear_schedule(final, online, args.distill_coefficient, distill_coefficient)
-        anneal = 1.0
-        if args.anneal_lr:
-            online_updates = (args.total_timesteps - args.learning_starts) / args.train_frequency
-            anneal = linear_schedule(1.0, 0.0, online_updates, max(updates - args.offline_steps, 0))
-        return warmup * anneal * linear_schedule(args.learning_rate, online, args.offline_steps, updates)
+        return warmup * linear_schedule(args.learning_rate, online, args.offline_steps, updates)
 
     # ==================== teacher: how well it plays, and how well one plays at random ====================
     teacher_return = run.evaluate("teacher", player(teacher), args.teacher_eval_episodes)

@@ -66,15 +66,13 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame (paper: 0.25); by default what the id stands for: -v4 0, -v5 0.25"""
     total_timesteps: int = 10000000
-    """environment steps (4 frames each) of the online phase; a resumed run given more stretches its schedules"""
+    """environment steps (4 frames each) of the online phase; more of them, given to a resumed run, change epsilon"""
     learning_rate: float = 1e-4
     """the learning rate of Adam"""
     online_learning_rate: float | None = None
     """the learning rate of the online phase, to which it falls over the offline one; by default the same"""
     final_learning_rate: float | None = None
     """the learning rate at λ = 0, to which the online one falls with λ (the authors: 1e-5); by default the same"""
-    anneal_lr: bool = False
-    """if toggled, the learning rate falls to 0 over the online updates: for runs too short for λ to fade"""
     warmup_updates: int = 0
     """the first updates, in which the learning rate rises from 0 in a straight line: for large ones, try 300"""
     num_envs: int = 16
@@ -524,9 +522,7 @@ def main(args: Args) -> None:
     q_network = QNetwork(envs.num_actions, dtype)
     end = args.online_learning_rate or args.learning_rate
     fall = optax.linear_schedule(args.learning_rate if args.offline_steps else end, end, max(args.offline_steps, 1))
-    online_updates = (args.total_timesteps - args.learning_starts) / args.train_frequency
-    anneal = optax.linear_schedule(1.0, 0.0 if args.anneal_lr else 1.0, online_updates, args.offline_steps)
-    optimizer = optax.adam(lambda n: fall(n) * anneal(n) * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
+    optimizer = optax.adam(lambda n: fall(n) * jnp.minimum((n + 1) / max(args.warmup_updates, 1), 1.0))
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     params = first_params(q_network, init_key)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)

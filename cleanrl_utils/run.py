@@ -38,8 +38,8 @@ MAY_CHANGE = {
     *("compile", "torch_deterministic", "track", "wandb_project_name", "wandb_entity", "capture_video"),
     *("save_model", "upload_model", "hf_entity", "teacher_policy_hf_repo"),
 }
-"""Flags that a resumed run may be given other values of; a longer total_timesteps stretches the falls of epsilon and
-of an annealed learning rate, and a teacher may have been moved"""
+"""Flags that a resumed run may be given other values of; a longer total_timesteps stretches the fall of epsilon, and a
+teacher may have been moved"""
 
 EXIT_CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129, signal.SIGUSR1: 138, signal.SIGALRM: 0}
 """SIGALRM is what --max-minutes sends"""

@@ -350,15 +350,9 @@ class Update(NamedTuple):
     temperature: float
 
 
-@pytest.mark.parametrize(("num_envs", "final", "anneal"), [(2, None, False), (6, 5e-5, False), (6, None, True)])
+@pytest.mark.parametrize(("num_envs", "final"), [(2, None), (6, None), (6, 5e-5)])
 def test_loop(
-    num_envs: int,
-    final: float | None,
-    anneal: bool,
-    teacher: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_games: None,
+    num_envs: int, final: float | None, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_games: None
 ) -> None:
     """Both phases make the updates that are due and no others, with Adam, and move the target network when due.
 
@@ -393,7 +387,6 @@ def test_loop(
         learning_rate=1e-3,
         online_learning_rate=2e-4,
         final_learning_rate=final,
-        anneal_lr=anneal,
         warmup_updates=12,
         temperature=0.7,
         distill_coefficient=0.6,
@@ -442,8 +435,6 @@ def test_loop(
             learning_rate = 1e-3 - 8e-4 * (number - 1) / 7 if number <= 7 else 2e-4
             if number > 7 and final:
                 learning_rate = final + (2e-4 - final) / 4
-            if number > 7 and anneal:
-                learning_rate *= 1 - (number - 8) / 6
             learning_rate *= min(number / 12, 1)
             step = learning_rate * (m / (1 - 0.9**number)) / (np.sqrt(v / (1 - 0.999**number)) + 1e-8)
             change = new.detach().double().numpy() - parameter.detach().double().numpy()

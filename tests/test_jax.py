@@ -300,9 +300,8 @@ def test_updates_are_adams(script: Any, final: float | None, monkeypatch: pytest
 @pytest.mark.parametrize("offline_steps", [0, 6])
 @pytest.mark.parametrize("online", [None, 1e-4])
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-@pytest.mark.parametrize("anneal", [False, True])
 def test_learning_rate_rises_and_falls(
-    anneal: bool, warmup: int, online: float | None, offline_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warmup: int, online: float | None, offline_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The script's optimizer makes the steps of PyTorch's Adam with a learning rate that moves in straight lines."""
     made = []
@@ -311,8 +310,7 @@ def test_learning_rate_rises_and_falls(
     monkeypatch.setattr(Run, "evaluate", lambda *args: 1 / 0)  # far enough
     monkeypatch.chdir(tmp_path)
     args = tiny(write_teacher(tmp_path), learning_rate=1e-3, online_learning_rate=online, warmup_updates=warmup)
-    args.offline_steps, args.anneal_lr = offline_steps, anneal
-    args.total_timesteps, args.learning_starts, args.train_frequency = 112, 100, 4  # three online updates
+    args.offline_steps = offline_steps
     with pytest.raises(ZeroDivisionError):
         qdagger_jax.main(twin(args, qdagger_jax))
     rng, weight, parameter = np.random.default_rng(0), jnp.ones(3), torch.nn.Parameter(torch.ones(3))
@@ -324,8 +322,6 @@ def test_learning_rate_rises_and_falls(
         weight = optax.apply_updates(weight, change)
         fallen = min((number - 1) / offline_steps, 1) if offline_steps else 1
         learning_rate = 1e-3 + fallen * ((online or 1e-3) - 1e-3)
-        if anneal:
-            learning_rate *= np.interp(number - 1 - offline_steps, [0, 3], [1, 0])
         reference.param_groups[0]["lr"] = learning_rate * (min(number / warmup, 1) if warmup else 1)
         parameter.grad = torch.from_numpy(gradient)
         reference.step()
