@@ -354,7 +354,8 @@ def processor() -> str:
 
 
 def main(args: Args) -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # two processes share a GPU
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # its newer name; JAX takes one or the other
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.4")  # two processes share a GPU
     context = multiprocessing.get_context("spawn")
     connections = {}
     for kind in ("plain", "script"):

@@ -96,7 +96,7 @@ def emulator_errors(on_failure: Callable[[EmulatorFailure], None] = lambda failu
         yield
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        failure = EmulatorFailure(f"the emulator failed ({reason})", exit_code=1)
+        failure = EmulatorFailure(f"the emulator failed ({reason})")
         failure.__cause__ = error
         on_failure(failure)
         raise failure from error

@@ -39,7 +39,7 @@ class UserError(Exception):
 class TrainingFailure(Exception):
     """A run that can't go on. The message says what happened and what was saved, in one line."""
 
-    def __init__(self, message: str, exit_code: int):
+    def __init__(self, message: str, exit_code: int = 1):  # a default, or it could not be unpickled
         super().__init__(message)
         self.exit_code = exit_code
 

@@ -177,9 +177,10 @@ class CudaGraph:
                 with torch.cuda.graph(self.graph, stream=self.stream):
                     self.result = self.function(*self.inputs)
             except RuntimeError as error:  # after it PyTorch's generator and allocator are not to be trusted any more
+                cause = error.__context__ or error  # what failed, not that the recording then could not be ended
                 what = "go on from the last checkpoint with --resume and --no-cuda-graph"
-                reason = f"an update could not be recorded as a CUDA graph ({first_line(error)}); {what}"
-                raise TrainingFailure(reason, exit_code=1) from error
+                reason = f"an update could not be recorded as a CUDA graph ({first_line(cause)}); {what}"
+                raise TrainingFailure(reason) from error
         for tensor, value in zip(self.inputs, inputs, strict=True):
             tensor.fill_(value)  # a kernel that nothing waits for, unlike a copy
         self.graph.replay()
@@ -193,22 +194,19 @@ def cuda_graphs(function: Callable[..., Any], generator: "torch.Generator") -> C
 
 
 def rehearsed(rehearse: Callable[[Any, int], None], args: Any, num_actions: int) -> Any:
-    """The flags with which an update works on this GPU: as they are, or else without deterministic kernels, or else
-    without CUDA graph and compiler either.
+    """The flags with which an update works on this GPU: as they are, or else without the compiler, or deterministic
+    kernels, or CUDA graph and compiler, or all of them.
 
     Found out before anything long, in processes of their own: a failed recording leaves PyTorch unusable. ``rehearse``
     is a script's function that makes updates as a run will. UserError where none can be made, or its gradient is wrong.
     """
-    problem, without = "", []
-    for names in ((), ("torch_deterministic",), ("cuda_graph", "compile")):
-        given = [name for name in names if getattr(args, name)]
-        if names and not given:
-            continue
-        without += given
-        args = dataclasses.replace(args, **dict.fromkeys(given, False))
+    problem, graph = "", ("cuda_graph", "compile")
+    ladder = (), ("compile",), ("torch_deterministic",), graph, ("torch_deterministic", *graph)
+    for without in dict.fromkeys(tuple(name for name in names if getattr(args, name)) for names in ladder):
+        fewer = dataclasses.replace(args, **dict.fromkeys(without, False))
         try:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                pool.submit(rehearse, args, num_actions).result()
+                pool.submit(rehearse, fewer, num_actions).result()
         except UserError:
             raise
         except Exception as error:
@@ -217,7 +215,7 @@ def rehearsed(rehearse: Callable[[Any, int], None], args: Any, num_actions: int)
         if without:
             flags = ", ".join(f"--no-{name.replace('_', '-')}" for name in without)
             print(f"WARNING: an update fails on this GPU ({problem}); going on with {flags}", file=sys.stderr)
-        return args
+        return fewer
     raise UserError(f"no update can be made on this GPU ({problem}); update PyTorch or the driver, or give --no-cuda")
 
 
@@ -283,7 +281,8 @@ def pick_jax_device(bf16: bool) -> Any:
     if driver is None:
         keep_freed_memory()  # before the first threads; on a GPU it would slow XLA's compiler
     # A replay of default size is one array of 7 GB, for which the usual 75 % of a 12 GB card leave no room.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # its newer name; JAX takes one or the other
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     # A CPU computes on the same cores in any case: handing a call to another thread only takes time.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     reason = "it has no CUDA plugin"

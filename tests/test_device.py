@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,9 +187,10 @@ def test_memory_of_a_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_jax_pool_is_set_before_jax_starts() -> None:
     """The usual three quarters of a card would not do; what a user has set stays."""
     code = "import os; from cleanrl_utils import device; device.pick_jax_device(True); "
-    code += "print(os.environ['XLA_PYTHON_CLIENT_MEM_FRACTION'])"
-    environ = {key: value for key, value in os.environ.items() if key != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-    for given, used in ({}, "0.92"), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "0.5"):
+    code += "print({key: value for key, value in os.environ.items() if 'MEM_FRACTION' in key})"
+    environ = {key: value for key, value in os.environ.items() if "MEM_FRACTION" not in key}
+    old, new = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"  # JAX refuses to start with both
+    for given, used in ({}, {old: "0.92"}), ({old: "0.5"}, {old: "0.5"}), ({new: "0.5"}, {new: "0.5"}):
         result = subprocess.run(
             [sys.executable, "-c", code],
             env=environ | given,
@@ -195,7 +198,7 @@ def test_jax_pool_is_set_before_jax_starts() -> None:
             text=True,
             cwd=Path(__file__).parent.parent,
         )
-        assert result.stdout.strip() == used, result.stderr
+        assert result.stdout.strip() == str(used), result.stderr
 
 
 def test_description(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,10 +278,12 @@ class Pool:
     [
         (lambda args: True, {}, ""),
         (lambda args: not args.torch_deterministic, {"torch_deterministic": False}, "--no-torch-deterministic"),
+        (lambda args: not args.compile, {"compile": False}, "--no-compile"),
+        (lambda args: not args.cuda_graph, {"cuda_graph": False, "compile": False}, "--no-cuda-graph, --no-compile"),
         (
             lambda args: not (args.cuda_graph or args.torch_deterministic),
-            {"cuda_graph": False, "torch_deterministic": False},
-            "--no-torch-deterministic, --no-cuda-graph",
+            {"cuda_graph": False, "torch_deterministic": False, "compile": False},
+            "--no-torch-deterministic, --no-cuda-graph, --no-compile",
         ),
     ],
 )
@@ -294,7 +299,7 @@ def test_what_fails_is_left_out(
         if not works(args):
             raise RuntimeError("cuDNN error: nothing to be had\nmore")
 
-    args = qdagger.Args()
+    args = qdagger.Args(compile=True)
     assert device.rehearsed(rehearse, args, 6) == dataclasses.replace(args, **changes)
     assert len(tried) == len(set(map(str, tried)))
     error = capsys.readouterr().err
@@ -304,8 +309,10 @@ def test_what_fails_is_left_out(
 def test_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line with the first reason; a gradient that is wrong, or no number, ends it at once."""
     monkeypatch.setattr(device, "ProcessPoolExecutor", Pool)
+    rehearse = mock.Mock(side_effect=RuntimeError("no kernel image"))
     with pytest.raises(UserError, match=r"no kernel image.*--no-cuda"):
-        device.rehearsed(mock.Mock(side_effect=RuntimeError("no kernel image")), qdagger.Args(), 6)
+        device.rehearsed(rehearse, qdagger.Args(), 6)
+    assert rehearse.call_count == 4  # as they are, without either, without both
     for fast in ([1.0, 1.0], [np.nan, 0.0]):
         gradients = np.array(fast), np.array([1.0, 0.0])
         rehearse = mock.Mock(side_effect=lambda *_, given=gradients: device.require_same_direction(*given, "", ""))
@@ -333,17 +340,32 @@ if __name__ == "__main__":
 
 
 def test_recording_that_fails_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the rehearsal it should not happen; if it does, the run is not lost."""
+    """Its first reason is said, by a rehearsal's process too; in a run, after it, the run is not lost."""
+
+    @contextmanager
+    def recording(*args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if graph.calls > device.CudaGraph.CALLS_BEFORE:
+            raise RuntimeError("operation not permitted\nmore")
+        return x + 1
+
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", mock.MagicMock())
-    monkeypatch.setattr(torch.cuda, "graph", mock.Mock(side_effect=RuntimeError("operation not permitted\nmore")))
-    graph = device.CudaGraph(lambda x: x + 1, torch.Generator())
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    graph = device.CudaGraph(function, torch.Generator())
     assert [float(graph(i)) for i in range(3)] == [1, 2, 3]
-    with pytest.raises(TrainingFailure, match=r"operation not permitted.*--resume and --no-cuda-graph"):
+    with pytest.raises(TrainingFailure, match=r"operation not permitted.*--resume and --no-cuda-graph") as failure:
         graph(3)
+    received = pickle.loads(pickle.dumps(failure.value))
+    assert (str(received), received.exit_code) == (str(failure.value), 1)
 
 
 # ==================== what JAX would give a GPU ====================
