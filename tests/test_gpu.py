@@ -1,6 +1,7 @@
 """What needs an NVIDIA GPU: ``make test-gpu``. Everywhere else these tests are skipped, and counted as skipped."""
 
 import copy
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,13 +184,15 @@ def test_small_run(script: str, teacher: Path, tmp_path: Path) -> None:
 @needs_torch
 def test_from_cpu_to_gpu_and_back(teacher: Path, tmp_path: Path) -> None:
     """A run goes on wherever it is resumed: CPU, GPU, CPU; every step is logged once."""
-    flags = ["--teacher-policy-hf-repo", teacher, *TINY.split(), "--total-timesteps", 1200, "--checkpoint-minutes", 10]
-    run("qdagger_dqn_atari_impalacnn", tmp_path, *flags, "--no-cuda", "--max-minutes", 0.1)
+    script = "qdagger_dqn_atari_impalacnn"
+    endless = ["--teacher-policy-hf-repo", teacher, *TINY.split(), "--total-timesteps", 10**7]
+    run(script, tmp_path, *endless, "--no-cuda", "--max-minutes", 0.1)
     (run_dir,) = (tmp_path / "runs").iterdir()
-    for cuda, minutes in (("--cuda", 0.4), ("--no-cuda", 0)):
-        run("qdagger_dqn_atari_impalacnn", tmp_path, "--resume", run_dir, cuda, "--max-minutes", minutes)
+    run(script, tmp_path, "--resume", run_dir, "--cuda", "--max-minutes", 0.4)
+    total = json.loads((run_dir / "progress.json").read_text())["done"] // 100 * 100 + 400
+    run(script, tmp_path, "--resume", run_dir, "--no-cuda", "--max-minutes", 0, "--total-timesteps", total)
     steps = [step for step, _ in read_scalars(run_dir)["charts/epsilon"]]
-    assert len(steps) == len(set(steps)) == 12
+    assert len(steps) == len(set(steps)) == total // 100
 
 
 @needs_torch
