@@ -200,6 +200,7 @@ def rehearsed(rehearse: Callable[[Any, int], None], args: Any, num_actions: int)
     Found out before anything long, in processes of their own: a failed recording leaves PyTorch unusable. ``rehearse``
     is a script's function that makes updates as a run will. UserError where none can be made, or its gradient is wrong.
     """
+    print("trying updates on the GPU" + ("; compiling takes minutes" if args.compile else ""), flush=True)
     problem, graph = "", ("cuda_graph", "compile")
     ladder = (), ("compile",), ("torch_deterministic",), graph, ("torch_deterministic", *graph)
     for without in dict.fromkeys(tuple(name for name in names if getattr(args, name)) for names in ladder):
@@ -338,6 +339,7 @@ def check_jax_gradient(gradient: Callable[..., Any], exact_gradient: Callable[..
         cpu = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS leaves no CPU to compare with
         return
+    print("trying an update on the GPU; compiling may take minutes", flush=True)
     try:
         fast = flat(jax.jit(gradient)(*inputs))
     except Exception as error:

@@ -302,7 +302,8 @@ def test_what_fails_is_left_out(
     args = qdagger.Args(compile=True)
     assert device.rehearsed(rehearse, args, 6) == dataclasses.replace(args, **changes)
     assert len(tried) == len(set(map(str, tried)))
-    error = capsys.readouterr().err
+    printed, error = capsys.readouterr()
+    assert printed == "trying updates on the GPU; compiling takes minutes\n"
     assert (warning in error and "cuDNN error: nothing to be had" in error) if warning else not error
 
 

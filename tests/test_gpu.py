@@ -172,11 +172,11 @@ def run(script: str, folder: Path, *flags: object) -> str:
     ],
 )
 def test_small_run(script: str, teacher: Path, tmp_path: Path) -> None:
-    """All phases; the first lines say what computes."""
+    """All phases; one of the first lines says what computes."""
     flags = ["--teacher-policy-hf-repo", teacher, "--teacher-model-exp-name", "dqn_atari", *TINY.split()]
     printed = run(script, tmp_path, *flags, "--total-timesteps", 400)
-    assert "device: " in printed.splitlines()[1]
-    assert "CPU" not in printed.splitlines()[1]
+    (computes,) = (line for line in printed.splitlines()[:3] if line.startswith("device: "))
+    assert "CPU" not in computes
     scalars = read_scalars(next((tmp_path / "runs").iterdir()))
     assert all(np.isfinite(value) for _, value in scalars["losses/loss"])
 
