@@ -178,7 +178,7 @@ class CudaGraph:
                     self.result = self.function(*self.inputs)
             except RuntimeError as error:  # after it PyTorch's generator and allocator are not to be trusted any more
                 cause = error.__context__ or error  # what failed, not that the recording then could not be ended
-                what = "go on from the last checkpoint with --resume and --no-cuda-graph"
+                what = "--no-cuda-graph does without one, also with --resume"
                 reason = f"an update could not be recorded as a CUDA graph ({first_line(cause)}); {what}"
                 raise TrainingFailure(reason) from error
         for tensor, value in zip(self.inputs, inputs, strict=True):
@@ -194,16 +194,16 @@ def cuda_graphs(function: Callable[..., Any], generator: "torch.Generator") -> C
 
 
 def rehearsed(rehearse: Callable[[Any, int], None], args: Any, num_actions: int) -> Any:
-    """The flags with which an update works on this GPU: as they are, or else without the compiler, or deterministic
-    kernels, or CUDA graph and compiler, or all of them.
+    """The flags with which an update works on this GPU: as they are, or else without compiler, deterministic
+    kernels or CUDA graph, or without all of them.
 
     Found out before anything long, in processes of their own: a failed recording leaves PyTorch unusable. ``rehearse``
     is a script's function that makes updates as a run will. UserError where none can be made, or its gradient is wrong.
     """
     print("trying updates on the GPU" + ("; compiling takes minutes" if args.compile else ""), flush=True)
-    problem, graph = "", ("cuda_graph", "compile")
-    ladder = (), ("compile",), ("torch_deterministic",), graph, ("torch_deterministic", *graph)
-    for without in dict.fromkeys(tuple(name for name in names if getattr(args, name)) for names in ladder):
+    problem = ""
+    given = tuple(name for name in ("compile", "torch_deterministic", "cuda_graph") if getattr(args, name))
+    for without in dict.fromkeys([(), *((name,) for name in given), given]):
         fewer = dataclasses.replace(args, **dict.fromkeys(without, False))
         try:
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
