@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -301,10 +302,9 @@ def pick_jax_device(bf16: bool) -> Any:
     if not on_cpu and jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(cache / "qdagger-jax"))
-    # NVIDIA's GPUs have it from compute capability 8 on.
-    capability = getattr(jax.devices()[0], "compute_capability", "8")
-    in_hardware = not on_cpu and int(str(capability).split(".")[0]) >= 8
-    return jnp.bfloat16 if bf16 and in_hardware else jnp.float32
+    # NVIDIA's GPUs have it from compute capability 8 on. AMD's, such as gfx90a, are no numbers.
+    too_old = re.match(r"[1-7]\.", str(getattr(jax.devices()[0], "compute_capability", "")))
+    return jnp.bfloat16 if bf16 and not on_cpu and not too_old else jnp.float32
 
 
 def available_jax_memory() -> int:

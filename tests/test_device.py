@@ -134,11 +134,14 @@ def test_jax_plugin_that_fails(driver: Callable, monkeypatch: pytest.MonkeyPatch
 # ==================== what it computes with ====================
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [("7.5", jnp.float32), ("8.0", jnp.bfloat16), ("10.0", jnp.bfloat16)])
+CAPABILITIES = {"7.5": jnp.float32, "8.0": jnp.bfloat16, "10.0": jnp.bfloat16, "gfx90a": jnp.bfloat16}
+
+
+@pytest.mark.parametrize(("capability", "dtype"), CAPABILITIES.items())
 def test_jax_bfloat16_where_it_is_in_hardware(
     capability: str, dtype: Any, driver: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From compute capability 8 on, and only if wanted."""
+    """From compute capability 8 on, on AMD's too, and only if wanted."""
     driver("580.1")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])

@@ -46,7 +46,8 @@ def learned(args: qdagger.Args, updates: int) -> tuple[torch.Tensor, torch.Tenso
     replay = qdagger.Replay(64 * args.num_envs, NUM_ACTIONS, args, picked)
     device.fill_at_random(replay, NUM_ACTIONS)
     update = qdagger.make_update(learner, replay, autocast, args)
-    rates = [[1e-4 * (i + 1)] * due for i in range(updates) for due in (1, 4)]  # as offline and as online
+    # As offline and as online. A graph has float32 tensors of them, eager Python's numbers: these are the same in both.
+    rates = [[2**-13 * (i + 1)] * due for i in range(updates) for due in (1, 4)]
     losses = [update(*replay.window, 0.5, *learning_rates).loss.clone() for learning_rates in rates]
     return torch.cat([parameter.detach().flatten() for parameter in learner[0].parameters()]), torch.stack(losses)
 
