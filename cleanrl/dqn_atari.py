@@ -369,7 +369,6 @@ def main(args: Args) -> None:
         update = make_update(learner, replay, autocast, args)
         observation = torch.as_tensor(run.reset(envs), device=device)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         for global_step in run.steps("training", args.total_timesteps, by=args.num_envs):
             next_step = global_step + args.num_envs
@@ -380,7 +379,7 @@ def main(args: Args) -> None:
             low, high = replay.window
             if global_step >= args.learning_starts and high > low:
                 for _ in range(times_due(global_step, next_step, args.train_frequency)):
-                    run.losses = losses = update(low, high)
+                    run.losses = update(low, high)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
             result = envs.recv()
@@ -396,10 +395,10 @@ def main(args: Args) -> None:
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
-                if losses:  # seldom: reading a loss waits for the device
+                if run.losses:  # seldom: reading a loss waits for the device
                     run.check_learning()
-                    writer.add_scalar("losses/td_loss", losses.loss.item(), global_step)
-                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
+                    writer.add_scalar("losses/td_loss", run.losses.loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", run.losses.q_values.mean().item(), global_step)
         del replay, update
         run.drop_replay()
         run.end_phase("training")
@@ -407,10 +406,10 @@ def main(args: Args) -> None:
 
     # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if args.save_model:
+        save_model(q_network, model_path)
+        print(f"model saved to {model_path}")
     if not run.over("evaluation"):
-        if args.save_model:
-            save_model(q_network, model_path)
-            print(f"model saved to {model_path}")
         run.evaluate("eval", player(q_network), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["eval"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)

@@ -379,7 +379,6 @@ def main(args: Args) -> None:
         run.register_replay("replay", replay)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         for global_step in run.steps("training", args.total_timesteps, by=args.num_envs):
             next_step = global_step + args.num_envs
@@ -390,8 +389,7 @@ def main(args: Args) -> None:
             low, high = replay.window
             if global_step >= args.learning_starts and high > low:
                 for _ in range(times_due(global_step, next_step, args.train_frequency)):
-                    state, losses = learn(state, replay.ring, low, high)
-                    run.losses = losses
+                    state, run.losses = learn(state, replay.ring, low, high)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
             result = envs.recv()
@@ -407,10 +405,10 @@ def main(args: Args) -> None:
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
-                if losses:  # seldom: reading a loss waits for the device
+                if run.losses:  # seldom: reading a loss waits for the device
                     run.check_learning()
-                    writer.add_scalar("losses/td_loss", losses.loss.item(), global_step)
-                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
+                    writer.add_scalar("losses/td_loss", run.losses.loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", run.losses.q_values.mean().item(), global_step)
         del replay
         run.drop_replay()
         run.end_phase("training")
@@ -418,10 +416,10 @@ def main(args: Args) -> None:
 
     # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if args.save_model:
+        save_model(state.params, model_path)
+        print(f"model saved to {model_path}")
     if not run.over("evaluation"):
-        if args.save_model:
-            save_model(state.params, model_path)
-            print(f"model saved to {model_path}")
         run.evaluate("eval", player(state.params), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["eval"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)

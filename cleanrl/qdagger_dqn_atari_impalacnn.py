@@ -208,8 +208,7 @@ class TeacherNetwork(nn.Module):
 def load_teacher(repo: str, exp_name: str, num_actions: int) -> nn.Module:
     """The teacher ``{exp_name}.cleanrl_model`` of a local directory or, where there is none, of a hub repository.
 
-    Raises:
-        UserError: there is no such file, it can't be had, or it is no model of this game.
+    UserError where there is no such file, it can't be had, or it is no model of this game.
     """
     filename = f"{exp_name}.cleanrl_model"
     with download_errors(repo, filename):
@@ -221,8 +220,7 @@ def load_teacher(repo: str, exp_name: str, num_actions: int) -> nn.Module:
 def load_model(path: Path, num_actions: int) -> nn.Module:
     """The network in a file: a DQN or a student, saved by PyTorch or by JAX.
 
-    Raises:
-        UserError: it is no model of either, or has another number of actions.
+    UserError where it is no model of either, or has another number of actions.
     """
     with model_errors(path):
         if is_torch_file(path):
@@ -383,12 +381,9 @@ def qdagger_loss(
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
     td_loss = F.mse_loss(q_of_action, y)
-    distill_loss = F.kl_div(
-        F.log_softmax(q_values / temperature, dim=1),
-        F.log_softmax(batch.teacher_q_values / temperature, dim=1),
-        reduction="batchmean",  # summed over actions, averaged over the batch
-        log_target=True,
-    )
+    student = F.log_softmax(q_values / temperature, dim=1)
+    teacher = F.log_softmax(batch.teacher_q_values / temperature, dim=1)
+    distill_loss = F.kl_div(student, teacher, log_target=True, reduction="batchmean")  # over actions it is a sum
     return Losses(td_loss + distill_coefficient * distill_loss, td_loss, distill_loss, q_of_action)
 
 
@@ -556,8 +551,8 @@ def main(args: Args) -> None:
         update = make_update(learner, replay, autocast, args)
 
         def evaluate_offline(updates: int) -> None:
-            save_model(q_network, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
             offline_return = run.evaluate(f"offline {updates}", player(q_network), args.eval_episodes)
+            save_model(q_network, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
             writer.add_scalar("charts/offline/avg_episodic_return", offline_return, updates)
             run.show_return([offline_return])
 
@@ -565,15 +560,15 @@ def main(args: Args) -> None:
             if updates > 0 and updates % args.offline_eval_frequency == 0:
                 evaluate_offline(updates)
             learning_rate = learning_rate_at(updates, args.distill_coefficient)
-            run.losses = losses = update(*replay.window, args.distill_coefficient, learning_rate)
+            run.losses = update(*replay.window, args.distill_coefficient, learning_rate)
             global_step = updates + 1
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, q_network, args.tau)
             if global_step % 100 == 0:  # seldom: reading a loss waits for the device
                 run.check_learning()
-                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
-                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
-                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
+                writer.add_scalar("charts/offline/loss", run.losses.loss.item(), global_step)
+                writer.add_scalar("charts/offline/q_loss", run.losses.td_loss.item(), global_step)
+                writer.add_scalar("charts/offline/distill_loss", run.losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
         evaluate_offline(args.offline_steps)
         del replay, update  # before the online replay is made: the two never exist at once
@@ -588,7 +583,6 @@ def main(args: Args) -> None:
         observation = torch.as_tensor(run.reset(envs), device=device)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
         run.state.setdefault("updates", args.offline_steps)
-        losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         for step in run.steps("online", args.total_timesteps, by=args.num_envs):
             global_step, next_step = args.offline_steps + step, step + args.num_envs
@@ -604,7 +598,7 @@ def main(args: Args) -> None:
                 if due := times_due(step, next_step, args.train_frequency):
                     numbers = range(run.state["updates"], run.state["updates"] + due)
                     learning_rates = [learning_rate_at(number, distill_coefficient) for number in numbers]
-                    run.losses = losses = update(low, high, distill_coefficient, *learning_rates)
+                    run.losses = update(low, high, distill_coefficient, *learning_rates)
                     run.state["updates"] += due
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
@@ -623,12 +617,12 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-                if losses:
+                if run.losses:
                     run.check_learning()
-                    writer.add_scalar("losses/loss", losses.loss.item(), global_step)
-                    writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
-                    writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
-                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
+                    writer.add_scalar("losses/loss", run.losses.loss.item(), global_step)
+                    writer.add_scalar("losses/td_loss", run.losses.td_loss.item(), global_step)
+                    writer.add_scalar("losses/distill_loss", run.losses.distill_loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", run.losses.q_values.mean().item(), global_step)
         del replay, update
         run.drop_replay()
         run.end_phase("online")
@@ -636,10 +630,10 @@ def main(args: Args) -> None:
 
     # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if args.save_model:
+        save_model(q_network, model_path)
+        print(f"model saved to {model_path}")
     if not run.over("evaluation"):
-        if args.save_model:
-            save_model(q_network, model_path)
-            print(f"model saved to {model_path}")
         run.evaluate("online", player(q_network), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["online"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)

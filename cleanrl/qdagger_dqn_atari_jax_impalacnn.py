@@ -204,8 +204,7 @@ def first_params(network: nn.Module, key: jax.Array) -> Params:
 def load_teacher(repo: str, exp_name: str, num_actions: int, dtype: jnp.dtype) -> tuple[nn.Module, Params]:
     """The teacher ``{exp_name}.cleanrl_model`` of a local directory or, where there is none, of a hub repository.
 
-    Raises:
-        UserError: there is no such file, it can't be had, or it is no model of this game.
+    UserError where there is no such file, it can't be had, or it is no model of this game.
     """
     filename = f"{exp_name}.cleanrl_model"
     with download_errors(repo, filename):
@@ -217,11 +216,7 @@ def load_teacher(repo: str, exp_name: str, num_actions: int, dtype: jnp.dtype) -
 def load_model(path: Path, num_actions: int, dtype: jnp.dtype = jnp.float32) -> tuple[nn.Module, Params]:
     """The network in a file and its variables: a DQN or a student, saved by PyTorch or by JAX.
 
-    Args:
-        dtype: what hidden layers compute in.
-
-    Raises:
-        UserError: it is no model of either, or has another number of actions.
+    Its hidden layers compute in ``dtype``. UserError where it is no model of either, or has another number of actions.
     """
     with convert.model_errors(path):
         is_torch = convert.is_torch_file(path)
@@ -561,24 +556,23 @@ def main(args: Args) -> None:
 
         # ==================== offline ====================
         def evaluate_offline(updates: int) -> None:
-            save_model(state.params, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
             offline_return = run.evaluate(f"offline {updates}", player(student_apply, state.params), args.eval_episodes)
+            save_model(state.params, run.dir / f"{args.exp_name}-offline-{updates}.cleanrl_model")
             writer.add_scalar("charts/offline/avg_episodic_return", offline_return, updates)
             run.show_return([offline_return])
 
         for updates in run.steps("offline", args.offline_steps, unit="update"):
             if updates > 0 and updates % args.offline_eval_frequency == 0:
                 evaluate_offline(updates)
-            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient, due=1)
-            run.losses = losses
+            state, run.losses = learn(state, replay.ring, *replay.window, args.distill_coefficient, due=1)
             global_step = updates + 1
             if global_step % args.target_network_frequency == 0:
                 state = update_target(state, args.tau)
             if global_step % 100 == 0:  # seldom: reading a loss waits for the device
                 run.check_learning()
-                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
-                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
-                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
+                writer.add_scalar("charts/offline/loss", run.losses.loss.item(), global_step)
+                writer.add_scalar("charts/offline/q_loss", run.losses.td_loss.item(), global_step)
+                writer.add_scalar("charts/offline/distill_loss", run.losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / run.seconds, global_step)
         evaluate_offline(args.offline_steps)
         del replay  # before the online replay is made: the two never exist at once
@@ -591,7 +585,6 @@ def main(args: Args) -> None:
         run.register_replay("online", replay)
         observation = run.reset(envs)
         recent_returns: list[int] = run.state.setdefault("recent_returns", [])
-        losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         for step in run.steps("online", args.total_timesteps, by=args.num_envs):
             global_step, next_step = args.offline_steps + step, step + args.num_envs
@@ -605,8 +598,7 @@ def main(args: Args) -> None:
             low, high = replay.window
             if step >= args.learning_starts and high > low:
                 if due := times_due(step, next_step, args.train_frequency):
-                    state, losses = learn(state, replay.ring, low, high, distill_coefficient, due=due)
-                    run.losses = losses
+                    state, run.losses = learn(state, replay.ring, low, high, distill_coefficient, due=due)
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
             teacher_q_values = teacher_apply(teacher_params, observation)
@@ -624,12 +616,12 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/SPS", int(next_step / run.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-                if losses:
+                if run.losses:
                     run.check_learning()
-                    writer.add_scalar("losses/loss", losses.loss.item(), global_step)
-                    writer.add_scalar("losses/td_loss", losses.td_loss.item(), global_step)
-                    writer.add_scalar("losses/distill_loss", losses.distill_loss.item(), global_step)
-                    writer.add_scalar("losses/q_values", losses.q_values.mean().item(), global_step)
+                    writer.add_scalar("losses/loss", run.losses.loss.item(), global_step)
+                    writer.add_scalar("losses/td_loss", run.losses.td_loss.item(), global_step)
+                    writer.add_scalar("losses/distill_loss", run.losses.distill_loss.item(), global_step)
+                    writer.add_scalar("losses/q_values", run.losses.q_values.mean().item(), global_step)
         del replay
         run.drop_replay()
         run.end_phase("online")
@@ -637,10 +629,10 @@ def main(args: Args) -> None:
 
     # ==================== save, evaluate, upload ====================
     model_path = run.dir / f"{args.exp_name}.cleanrl_model"
+    if args.save_model:
+        save_model(state.params, model_path)
+        print(f"model saved to {model_path}")
     if not run.over("evaluation"):
-        if args.save_model:
-            save_model(state.params, model_path)
-            print(f"model saved to {model_path}")
         run.evaluate("online", player(student_apply, state.params), args.eval_episodes)
         for i, episodic_return in enumerate(run.results["online"]):
             writer.add_scalar("eval/episodic_return", episodic_return, i)

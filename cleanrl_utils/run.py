@@ -121,7 +121,7 @@ class Run:
         self.state: dict[str, Any] = {}
         """what else a script wants to find again: anything that JSON can hold"""
         self.losses: Any = None
-        """NamedTuple of the last update's arrays, `loss` and `q_values` among them"""
+        """NamedTuple of arrays of the phase's last update, `loss` and `q_values` among them; None before the first"""
         self.bar = tqdm(disable=True)
         """the progress bar of the phase"""
         self._over: list[str] = []
@@ -273,6 +273,7 @@ class Run:
         self._stop_if_told()
         if self.args.checkpoint_minutes:
             self.save()
+        self.losses = None
 
     def evaluate(self, name: str, q_function: QFunction | None, episodes: int) -> float:
         """Plays whole games at ε = `end_e` (at random without a Q-function), notes the scores, returns their mean.

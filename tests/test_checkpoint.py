@@ -1174,6 +1174,28 @@ def test_contradicting_flag(flags: list[str], words: list[str], stopped: Path) -
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("script", [qdagger, dqn_atari_jax])
+def test_model_wanted_after_all(
+    script: Any, teacher: Path, tmp_path: Path, no_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--save-model`` on resuming a run that was stopped when its last evaluation was over."""
+    end = Run.end_phase
+
+    def stop(run: Run, phase: str) -> None:
+        if phase == "evaluation":
+            signal.raise_signal(signal.SIGTERM)
+        end(run, phase)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "end_phase", stop)
+        with pytest.raises(SystemExit, match="143"):
+            run_in(tmp_path / "a", script, args_of(script, teacher, save_model=False), patch)
+    run_dir = only((tmp_path / "a" / "runs").iterdir())
+    monkeypatch.chdir(tmp_path / "a")
+    resume(script, run_dir, "--save-model")
+    assert final_model(run_dir)
+
+
 def test_no_more_steps_once_training_is_over(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would be promised in silence."""
     monkeypatch.chdir(tmp_path)
@@ -1339,8 +1361,13 @@ def test_dead_network(
     assert [f"WARNING: {text.tensor_proto.string_val[0].decode()}" for text in logged] == warnings
 
 
-def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture) -> None:
-    """It stops with exit code 3 and says why; the checkpoint is from before, and from there the run can go on."""
+@pytest.mark.parametrize(("found", "evaluations"), [(99, 50), (75, 75)])
+def test_poisoned_batch(
+    found: int, evaluations: int, teacher: Path, tmp_path: Path, no_games: list[str], capfd: pytest.CaptureFixture
+) -> None:
+    """It stops with exit code 3 and says why, at a log point or an evaluation, whichever is first; checkpoint and
+    models are from before, and from there the run can go on.
+    """
     with pytest.MonkeyPatch.context() as patch:
         batch, drawn = qdagger.Replay.batch, []
 
@@ -1354,15 +1381,16 @@ def test_poisoned_batch(teacher: Path, tmp_path: Path, no_games: list[str], capf
         patch.setattr(qdagger.Replay, "batch", poison)
         signal_at("offline", 60, patch, signal.SIGTERM)
         with pytest.raises(SystemExit):
-            run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher), patch)
+            run_in(tmp_path / "a", qdagger, args_of(qdagger, teacher, offline_eval_frequency=evaluations), patch)
         run_dir = only((tmp_path / "a" / "runs").iterdir())
         with pytest.raises(SystemExit) as stop, one_line_errors():
             resume(qdagger, run_dir)
     assert stop.value.code == 3
     line = capfd.readouterr().err.splitlines()[-1]
-    for word in ("(offline, step 99)", "q_values nan", "td_loss nan", "--resume", str(run_dir)):
+    for word in (f"(offline, step {found})", "q_values nan", "td_loss nan", "--resume", str(run_dir)):
         assert word in line, line
     assert checkpoint_of(run_dir)["done"] == 60
+    assert [path for path in run_dir.glob("*.cleanrl_model") if "offline-50" not in path.name] == []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(run_dir.parent.parent)
         resume(qdagger, run_dir)
