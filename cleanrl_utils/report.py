@@ -96,11 +96,10 @@ def scalars_of(event: Any) -> dict[str, float]:
     return new | {value.tag: value.simple_value for value in values if value.HasField("simple_value")}
 
 
-def hyperparameters_of(event: Any) -> dict[str, str]:
-    """Flags of the run where the event is the table that says them."""
-    values = (value for value in event.summary.value if value.tag.startswith("hyperparameters"))
-    text = "\n".join(line.decode() for value in values for line in value.tensor.string_val)
-    return dict(re.findall(r"^\|(\w+)\|(.*)\|$", text, re.MULTILINE))
+def text_of(event: Any, tag: str) -> str:
+    """The text that an event logs under a tag, empty where it is another."""
+    values = (value for value in event.summary.value if value.tag.startswith(tag))
+    return "\n".join(line.decode() for value in values for line in value.tensor.string_val)
 
 
 @dataclass
@@ -115,6 +114,8 @@ class Run:
     total_steps: int
     last_step: int
     points: dict[str, np.ndarray]
+    warned: bool = False
+    """whether it was warned of as collapsed"""
 
     @property
     def online_steps(self) -> int:
@@ -172,9 +173,10 @@ def read_run(directory: Path) -> Run | None:
     """Reads a run. Its hyperparameters say what was run, else its name; None, with a warning, where neither does."""
     named = re.fullmatch(r"(?P<env_id>.+?)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", directory.resolve().name)
     flags = named.groupdict() if named else {}
-    points, last_step = defaultdict(list), 0
+    points, last_step, warned = defaultdict(list), 0, False
     for _, event in read_events(directory):
-        flags |= hyperparameters_of(event)
+        flags |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", text_of(event, "hyperparameters"), re.MULTILINE))
+        warned = warned or bool(text_of(event, "warning"))
         last_step = max(last_step, event.step)
         for tag, value in scalars_of(event).items():
             points[tag].append((event.step, value))
@@ -188,7 +190,9 @@ def read_run(directory: Path) -> Run | None:
     offline_steps = flags.get("offline_steps", max((step for step, _ in points[OFFLINE]), default=0))
     steps = int(offline_steps), int(flags.get("total_timesteps", 0)), last_step
     arrays = {tag: np.array(points[tag], dtype=float).reshape(-1, 2) for tag in TAGS}
-    return Run(directory, flags["env_id"].replace("/", "-"), flags["exp_name"], int(flags["seed"]), *steps, arrays)
+    return Run(
+        directory, flags["env_id"].replace("/", "-"), flags["exp_name"], int(flags["seed"]), *steps, arrays, warned
+    )
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -351,6 +355,8 @@ def table(groups: Groups) -> str:
             for run in runs:
                 if run.unfinished:
                     seeds.append(f"seed {run.seed} at {100 * run.online_steps / run.total_steps:.0f} %")
+                if run.warned:
+                    seeds.append(f"seed {run.seed} warned")
             how = Counter(run.final_games[1] for run in runs)
             games = np.concatenate([run.final_games[0] for run in runs])
             untaught = mean([run.untaught for run in runs])
@@ -365,7 +371,8 @@ def table(groups: Groups) -> str:
             ])  # fmt: skip
     header = ["game", "script", "seeds", "return", "median game", "good games", f"λ < {FADED}", "measured by"]
     text = markdown([*header, "after the offline phase", "teacher", "random", "published"], rows) + (
-        "\nReturn: mean ± sample standard deviation over seeds of each seed's mean; the median is that of all their "
+        "\nWarned: of Q-values that hardly varied, as a collapsed network's do; the run's texts say when. "
+        "Return: mean ± sample standard deviation over seeds of each seed's mean; the median is that of all their "
         f"games; good games: the share of them that came {100 * GOOD:.0f} % of the way from random to the teacher. "
         f"λ < {FADED}: the share of the online steps in which it was so small, the teaching all but over. "
         "Published: CleanRL's documentation, after 10 million online steps.\n"
