@@ -216,13 +216,16 @@ def test_every_seed_is_that_of_the_committed_runs() -> None:
     }
 
 
-def test_what_the_results_say_of_lambda_is_so() -> None:
+def test_what_the_results_say_of_single_runs_is_so() -> None:
     """That it does not fall too early, for how long it was 0 in the two runs that are named, and how far students came
-    when it had faded.
+    when it had faded; and which were warned of.
     """
     text = section(ROOT / "docs/results.md", "What was tried")
     groups = report.read_groups([ROOT / "benchmark/runs"], {})
-    for run in (run for scripts in groups.values() for runs in scripts.values() for run in runs):
+    all_runs = [run for scripts in groups.values() for runs in scripts.values() for run in runs]
+    warned = {run.script.removeprefix("qdagger_dqn_atari_impalacnn") for run in all_runs if run.warned}
+    assert warned == set(re.findall(r"`(-[^`]+)`", re.search(r"^\* \*\*Collapse.*$", text, re.MULTILINE)[0]))
+    for run in all_runs:
         returns = run.points[report.TRAINING][:, 1]
         if run.points[report.LAMBDA][:, 1].any() and len(returns) >= 20:
             assert returns[:10].mean() <= returns[10:20].mean(), run.path
