@@ -1,6 +1,5 @@
 """Atari: a vector environment for training and evaluation, and the wrappers that published agents come from."""
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,7 +8,7 @@ from typing import NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from ale_py import roms
+from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 
 from cleanrl_utils.checks import EmulatorFailure, UserError, require_packages
@@ -17,21 +16,7 @@ from cleanrl_utils.checks import EmulatorFailure, UserError, require_packages
 MAX_FRAMES = 108_000  # 30 minutes of play at 60 frames/s, after which a game is truncated (Machado et al., 2018)
 NOOP_MAX = 30
 FRAME_SKIP = 4
-# ale-py has no single-player mode for these ROMs, and its emulator ends the whole process when given one.
-MULTIPLAYER_ROMS = {"combat", "joust", "maze_craze", "warlords"}
-WELL_KNOWN = "Breakout, Pong, Qbert, Seaquest, SpaceInvaders"
-LIST_GAMES = "python -c 'from cleanrl_utils.atari import games; print(*games())'"
-
-
-class Game(NamedTuple):
-    """What an environment id stands for."""
-
-    rom: str
-    """ale-py's name of the ROM, snake_case"""
-    name: str
-    """the game's name in environment ids, PascalCase"""
-    repeat_action_probability: float
-    """probability that the emulator repeats the previous action, per frame (sticky actions)"""
+LIST_GAMES = "python -c 'import ale_py, gymnasium; gymnasium.pprint_registry()'"
 
 
 class Step(NamedTuple):
@@ -51,42 +36,31 @@ class Step(NamedTuple):
     """(score, length in steps) of every game that these resets closed"""
 
 
-def games() -> dict[str, str]:
-    """The single-player games that ale-py ships: ale-py's name of the ROM by the game's name in environment ids."""
-    return {rom.title().replace("_", ""): rom for rom in roms.get_all_rom_ids() if rom not in MULTIPLAYER_ROMS}
+def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> tuple[str, float]:
+    """ale-py's name of the ROM, and the probability of a sticky action, per frame, that an environment id stands for.
 
-
-def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> Game:
-    """Reads ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, for every single-player game that ale-py ships.
-
+    Reads ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, for every single-player game that ale-py ships.
     ``repeat_action_probability`` overrides what the id stands for: 0 for -v4, 0.25 for -v5 (Machado et al., 2018).
     UserError where the id has another form, or names no single-player Atari game.
     """
-    names = games()
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
         use = "use {Game}NoFrameskip-v4 or ALE/{Game}-v5, e.g. PongNoFrameskip-v4"
         raise UserError(f"--env-id {env_id!r} is no Atari environment that this script knows: {use}")
-    name = match["v5"] or match["v4"]
-    if name not in names:
-        close = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(name.title(), names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {WELL_KNOWN} and others, listed by `{LIST_GAMES}`"
-        raise UserError(f"--env-id {env_id!r}: there is no single-player Atari game called {name}; {hint}")
+    try:
+        rom = gym.spec(f"ALE/{match['v5'] or match['v4']}-v5").kwargs["game"]  # where ale-py registers all of them
+    except gym.error.Error as error:
+        raise UserError(f"--env-id {env_id!r} is no single-player game: {error} `{LIST_GAMES}` lists all") from error
     default = 0.25 if match["v5"] else 0.0
     sticky = default if repeat_action_probability is None else repeat_action_probability
     if not 0 <= sticky < 1:
         raise UserError(f"--repeat-action-probability is {sticky}; it must be at least 0 and below 1")
-    return Game(names[name], name, sticky)
+    return rom, sticky
 
 
 def available_cores() -> int:
     """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def env_seeds(seed: int, num_envs: int) -> np.ndarray:
-    """A seed for each copy, int64 (num_envs,): those of seed 1 and seed 2 don't overlap, as consecutive ones would."""
-    return (np.random.SeedSequence(seed).generate_state(num_envs) % (2**31 - 1) + 1).astype(np.int64)
 
 
 @contextmanager
@@ -116,13 +90,13 @@ class AtariEnvs:
     """
 
     def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
-        game = parse_env_id(env_id, repeat_action_probability)
+        rom, sticky = parse_env_id(env_id, repeat_action_probability)
         self.num_envs, self.num_threads = num_envs, min(num_envs, available_cores())
         self._envs = AtariVectorEnv(
-            game.rom,
+            rom,
             num_envs,
             num_threads=self.num_threads,
-            repeat_action_probability=game.repeat_action_probability,
+            repeat_action_probability=sticky,
             max_num_frames_per_episode=MAX_FRAMES,
             frameskip=FRAME_SKIP,
             noop_max=NOOP_MAX,
@@ -135,17 +109,16 @@ class AtariEnvs:
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
         self._seed = seed
-        self._score = np.zeros(num_envs, np.int64)
-        self._length = np.zeros(num_envs, np.int64)
         self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
-        seeds = env_seeds(self._seed if seed is None else seed, self.num_envs)
+        # Those of seed 1 and seed 2 don't overlap, as consecutive ones would.
+        seeds = np.random.SeedSequence(self._seed if seed is None else seed).generate_state(self.num_envs)
         with emulator_errors(self.on_failure):
-            observation, info = self._envs.reset(seed=seeds)
+            observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
         self._game_start = info["frame_number"] - info["episode_frame_number"]
-        self._score[:], self._length[:] = 0, 0
+        self._score, self._length = np.zeros((2, self.num_envs), np.int64)
         self._press_fire = np.ones(self.num_envs, bool)
         return observation
 
@@ -195,15 +168,15 @@ def make_wrapped_env(
     require_packages("this", "stable_baselines3")
     from stable_baselines3.common import atari_wrappers as sb3
 
-    game = parse_env_id(env_id, repeat_action_probability)
-    env = gym.make(
-        f"ALE/{game.name}-v5",
+    rom, sticky = parse_env_id(env_id, repeat_action_probability)
+    env = AtariEnv(
+        rom,
         frameskip=1,
-        repeat_action_probability=game.repeat_action_probability,
+        repeat_action_probability=sticky,
         max_num_frames_per_episode=MAX_FRAMES,
         render_mode=render_mode,
     )
-    meanings = env.unwrapped.get_action_meanings()
+    meanings = env.get_action_meanings()
     usual = meanings[0] == "NOOP"  # in all games but Backgammon and Video Checkers, which these wrappers refuse
     if usual:
         env = sb3.NoopResetEnv(env, NOOP_MAX)

@@ -192,7 +192,7 @@ def test_script_of_a_model(
         ({"epsilon": float("nan")}, "30 games at epsilon nan from seed 1"),
         ({"seed": -1}, "30 games at epsilon 0.01 from seed -1"),
         ({"video": Path("game")}, "--video game is no mp4 file; "),
-        ({"env_id": "AliennNoFrameskip-v4"}, "did you mean Alien?"),
+        ({"env_id": "AliennNoFrameskip-v4"}, "Did you mean: `Alien`?"),
         ({"env_id": "PongNoFrameskip-v4"}, "it has 18 actions and the game has 6, so it is a model of another game"),
         (
             {"exp_name": "c51"},
