@@ -14,7 +14,6 @@ before, or the new one.
 import contextlib
 import io
 import json
-import shutil
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -29,10 +28,10 @@ from cleanrl_utils.tracking import atomic_write, sync_directory
 
 Json = Any
 
-SEGMENT_BYTES = 2**27  # what a segment is split at: reading takes one of them in memory beside the replay
+SEGMENT_BYTES = 2**27  # what a segment is split at: reading takes two of them in memory beside the replay
 
 
-class DamagedFile(Exception):
+class DamagedFile(UserError):
     """A checkpoint's file is missing, or not what was written."""
 
 
@@ -104,13 +103,12 @@ def load(part: Any, data: bytes) -> Any:
         import torch
 
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if isinstance(part, torch.Generator):
-            if state.shape == part.get_state().shape:  # else it is one of another kind of device
-                part.set_state(state)
-        else:
-            if isinstance(part, torch.optim.Optimizer):  # its settings come from flags and device
-                state["param_groups"] = part.state_dict()["param_groups"]
+        if isinstance(part, torch.optim.Optimizer):  # its settings come from flags and device
+            state["param_groups"] = part.state_dict()["param_groups"]
+        if not isinstance(part, torch.Generator):
             part.load_state_dict(state)
+        elif state.shape == part.get_state().shape:  # else it is one of another kind of device
+            part.set_state(state)
     return None
 
 
@@ -125,33 +123,12 @@ class Segment(NamedTuple):
     high: int
 
 
-def check_file(path: Path, members: Iterable[str] = ()) -> None:
-    """Reads a zip file to its end; DamagedFile where it, or what is in it, is missing or not what was written.
-
-    ``members`` have to be in it: a damaged directory can hide some and have no other fault.
-    """
+def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
+    """Members of a zip file by name; DamagedFile where it, or one of them, is missing or not what was written."""
     try:
         with zipfile.ZipFile(path) as file:
-            if missing := {*members} - {*file.namelist()}:
-                raise DamagedFile(f"{path.name} has no {', '.join(sorted(missing))}")
-            if member := file.testzip():
-                raise DamagedFile(f"{path.name} has another checksum at {member} than was written")
-    except OSError as error:
-        raise DamagedFile(f"{path.name} can't be read: {error.strerror or error}") from error
-    except DamagedFile:
-        raise
-    except Exception as error:  # BadZipFile, and whatever else a damaged directory of it leads to
-        raise DamagedFile(f"{path.name} is damaged: {error}") from error
-
-
-def read_state(path: Path) -> tuple[Json, dict[str, bytes]]:
-    """The JSON of a state, and the parts; DamagedFile as in :func:`check_file`."""
-    check_file(path)
-    try:
-        with zipfile.ZipFile(path) as file:
-            state = json.loads(file.read("state.json"))
-            return state, {name: file.read(name) for name in state["parts"]}
-    except (OSError, KeyError, ValueError) as error:
+            return {name: file.read(name) for name in members}  # which compares their checksums
+    except Exception as error:  # of the system, BadZipFile, and whatever else a damaged directory of it leads to
         raise DamagedFile(f"{path.name} can't be read: {error}") from error
 
 
@@ -164,20 +141,19 @@ def read_ring(array: Any, low: int, high: int) -> np.ndarray:
     return np.asarray(dynamic_slice_in_dim(array, low, high - low))
 
 
-def write_ring(replay: Replay, low: int, values: dict[str, np.ndarray]) -> None:
-    """Puts arrays (steps, num_envs, …) into the slots of the ring from ``low`` on."""
+def write_ring(replay: Replay, low: int, values: Any) -> None:
+    """Puts arrays (steps, num_envs, …), in a NamedTuple like the ring's, into its slots from ``low`` on."""
     if hasattr(replay.ring[0], "copy_"):
         import torch
 
-        for name, value in values.items():
-            getattr(replay.ring, name)[low : low + len(value)].copy_(torch.from_numpy(value))
+        for array, value in zip(replay.ring, values, strict=True):
+            array[low : low + len(value)].copy_(torch.from_numpy(value))
     else:
         import jax
 
         def write(ring: Any, low: int, values: Any) -> Any:
             return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, low, 0), ring, values)
 
-        values = type(replay.ring)(**values)
         replay.ring = jax.jit(write, donate_argnums=0)(replay.ring, low, values)  # donated: it is not to exist twice
 
 
@@ -218,12 +194,10 @@ class CheckpointStore:
                 archive.writestr("state.json", json.dumps(state))
                 for part, data in parts.items():
                     archive.writestr(part, data)
-        except BaseException:
+            self._number, self._replay_name, self._segments = self._number + 1, replay_name, segments
+            self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
+        finally:
             self._collect()
-            raise
-        self._number, self._replay_name, self._segments = self._number + 1, replay_name, segments
-        self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
-        self._collect()
 
     def _write_segment(self, replay: Replay, name: str, step: int) -> Segment:
         """Writes the steps from ``step`` on: as many as one file may have, none beyond the end of the ring."""
@@ -247,10 +221,6 @@ class CheckpointStore:
         """The state of the newest checkpoint."""
         return self.directory / f"{self._number:06d}.state" if self._kept else None
 
-    def delete(self) -> None:
-        """Deletes all checkpoints."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-
     def load(self, with_replay: bool = True) -> tuple[Json, dict[str, bytes]]:
         """State and parts of the newest checkpoint that is whole; UserError where there is none.
 
@@ -260,17 +230,16 @@ class CheckpointStore:
         problems = []
         for name in found:
             try:
-                state, parts = read_state(self.directory / name)
+                state = json.loads(read_zip(self.directory / name, ["state.json"])["state.json"])
+                parts = read_zip(self.directory / name, state["parts"])
                 segments = [Segment(*segment) for segment in state["segments"]]
                 for segment in segments if with_replay else []:
-                    check_file(self.directory / segment.file, state["replay"]["members"])
+                    read_zip(self.directory / segment.file, state["replay"]["members"])
             except DamagedFile as error:
                 problems.append(str(error))
+                if with_replay:
+                    print(f"WARNING: {error}; trying the checkpoint before", file=sys.stderr)
                 continue
-            if problems and with_replay:
-                problem = "; ".join(problems)
-                message = f"WARNING: the newest checkpoint is damaged ({problem}); going on from the one before, {name}"
-                print(message, file=sys.stderr, flush=True)
             self._number, self._segments, self._replay_state = int(name[:6]), segments, state["replay"]
             self._replay_name = state["replay"]["name"] if state["replay"] else ""
             others = {path.name for path in self.directory.iterdir()}  # they stay until there is a newer one
@@ -291,12 +260,9 @@ class CheckpointStore:
         if name != self._replay_name:
             return
         for segment in self._segments:  # in order: later steps take the slots of earlier ones
-            try:
-                with np.load(self.directory / segment.file, allow_pickle=False) as file:
-                    arrays = {key: file[key] for key in replay.ring._fields}
-            except Exception as error:  # of the system, of zip, of NumPy: whatever it finds there
-                raise DamagedFile(f"{segment.file} can't be read: {error}") from error
-            write_ring(replay, segment.low % replay.length, arrays)
+            members = read_zip(self.directory / segment.file, [f"{name}.npy" for name in replay.ring._fields])
+            arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
+            write_ring(replay, segment.low % replay.length, type(replay.ring)(*arrays))
         # The newest step may still change (`Replay.end_games`), so the segment that it lies in is to be written again.
         self._segments = self._segments[:-1]
         replay.steps_added = self._replay_state["steps_added"]

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from cleanrl_utils import checkpoint, tracking
 from cleanrl_utils.atari import AtariEnvs
-from cleanrl_utils.checkpoint import CheckpointStore, DamagedFile, NotFinite, as_array
+from cleanrl_utils.checkpoint import CheckpointStore, NotFinite, as_array
 from cleanrl_utils.checks import EmulatorFailure, TrainingFailure, UserError, drop_dead_streams, fit_num_envs, flag
 from cleanrl_utils.evaluation import QFunction, play_games, play_wrapped_game
 from cleanrl_utils.tracking import script_of, warn_once
@@ -181,10 +182,7 @@ class Run:
         """Makes ``replay`` belong to every checkpoint, in place of another; in a resumed run, fills it again."""
         self._replay_name, self._replay = name, replay
         if self._store.newest:
-            try:
-                self._store.load_replay(replay, name)
-            except DamagedFile as error:
-                raise UserError(f"--resume {self.dir}: {error}; try again") from error
+            self._store.load_replay(replay, name)
 
     def drop_replay(self) -> None:
         """Lets go of the replay: the next checkpoint has none."""
@@ -415,7 +413,7 @@ class Run:
     def finish(self) -> None:
         """Ends the run for good: progress.json says so, and no checkpoint can be resumed or takes room any more."""
         if self._write_progress(finished=True):
-            self._store.delete()
+            shutil.rmtree(self._store.directory, ignore_errors=True)
 
 
 def lock_directory(path: Path) -> int:
