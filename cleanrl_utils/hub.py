@@ -9,28 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub as hf
 import numpy as np
-from huggingface_hub import (
-    CommitOperationAdd,
-    EvalResult,
-    HfApi,
-    ModelCardData,
-    constants,
-    get_session,
-    get_token,
-    is_offline_mode,
-    logging,
-    set_client_factory,
-)
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import errors
 
 from cleanrl_utils.checks import UserError
 from cleanrl_utils.tracking import script_of
@@ -51,9 +32,10 @@ PATIENCE = 30.0
 
 def limit_waiting() -> None:
     """Makes requests that have no time limit of the client's own fail after :data:`PATIENCE` without progress."""
-    session = get_session()
+    session = hf.get_session()
     # A factory, not this session's own timeout: the client makes a new session after a connection that failed.
-    set_client_factory(lambda: type(session)(event_hooks=session.event_hooks, follow_redirects=True, timeout=PATIENCE))
+    options = {"event_hooks": session.event_hooks, "follow_redirects": True, "timeout": PATIENCE}
+    hf.set_client_factory(lambda: type(session)(**options))
     # Large files go to the storage beside the hub, whose client tries six times, 300 s each. Sending counts there, and
     # is slow for some.
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")
@@ -65,7 +47,7 @@ def download_errors(repo: str, filename: str) -> Iterator[None]:
     says why ``filename`` of the directory or hub repository ``repo`` can't be had, and what to do.
     """
     limit_waiting()
-    logging.set_verbosity_error()  # the client's retries would take ten lines before ours
+    hf.logging.set_verbosity_error()  # the client's retries would take ten lines before ours
     try:
         place = Path(repo).expanduser()
         if place.is_dir() and not (place / filename).is_file():
@@ -96,46 +78,42 @@ def no_such_file(place: str, filename: str, names: list[str]) -> str:
 def download_problem(repo: str, filename: str, error: Exception) -> str:
     """What to say of an exception that `hf_hub_download` raised."""
     # "Not in the cache" is what the client raises whenever a request failed; the request's own error is behind it.
-    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", None)
     reason = " ".join((getattr(error, "server_message", None) or str(error) or type(error).__name__).split())
     what = f"there is no directory {repo}, "
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         what += "nor is that a valid name of a hub repository (owner/name); check --teacher-policy-hf-repo"
-    elif isinstance(error, RemoteEntryNotFoundError | RevisionNotFoundError):
+    elif isinstance(error, errors.RemoteEntryNotFoundError | errors.RevisionNotFoundError):
         names = []
         with contextlib.suppress(Exception):  # the list is only there to help
-            names = [file.rfilename for file in HfApi().model_info(repo, timeout=PATIENCE).siblings]
+            names = [file.rfilename for file in hf.HfApi().model_info(repo, timeout=PATIENCE).siblings]
         return no_such_file(f"hub repository {repo}", filename, names)
     elif status == 401:  # for a repository that does not exist too, unless one is logged in
         what += f"and the hub repository of that name does not exist or is private (401, {reason}); check the name, "
         what += LOG_IN
-    elif isinstance(error, GatedRepoError) or status == 403:
+    elif isinstance(error, errors.GatedRepoError) or status == 403:
         what = f"the hub refuses access to the repository {repo} (403, {reason}); ask for access at "
-        what += f"{constants.ENDPOINT}/{repo} and {LOG_IN}"
-    elif isinstance(error, RepositoryNotFoundError):
+        what += f"{hf.constants.ENDPOINT}/{repo} and {LOG_IN}"
+    elif isinstance(error, errors.RepositoryNotFoundError):
         what += f"nor a hub repository of that name (404); check the name or, if it is private, {LOG_IN}"
-    elif isinstance(error, OfflineModeIsEnabled):
-        what += f"HF_HUB_OFFLINE is set and the cache {constants.HF_HUB_CACHE} has no {filename} of the hub repository "
-        what += f"{repo}; unset it"
+    elif isinstance(error, errors.OfflineModeIsEnabled):
+        what += f"HF_HUB_OFFLINE is set and the cache {hf.constants.HF_HUB_CACHE} has no {filename} of the hub "
+        what += f"repository {repo}; unset it"
     else:
-        what += f"and {filename} of the hub repository {repo} can't be downloaded from {constants.ENDPOINT} "
+        what += f"and {filename} of the hub repository {repo} can't be downloaded from {hf.constants.ENDPOINT} "
         what += f"({reason}); check the connection and try again"
     return f"{what}, {TRAIN_ONE}"
 
 
 def check_upload_possible(args: Any) -> None:
     """UserError where ``--upload-model`` can't work: no token, or a client that is told to stay offline."""
-    if not args.upload_model:
-        return
-    if is_offline_mode():
+    if args.upload_model and hf.is_offline_mode():
         raise UserError("--upload-model can't upload while HF_HUB_OFFLINE is set; unset it, or leave the flag out")
-    if get_token() is None:
-        raise UserError(
-            "--upload-model needs a Hugging Face token that may write, and there is none; log in with `hf auth login` "
-            "or set HF_TOKEN, or leave the flag out"
-        )
+    if args.upload_model and hf.get_token() is None:
+        needs = "needs a Hugging Face token that may write, and there is none"
+        raise UserError(f"--upload-model {needs}; {LOG_IN}, or leave the flag out")
 
 
 def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray, videos: list[Path]) -> None:
@@ -147,27 +125,24 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray
     """
     name = f"{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}"
     repo = f"{args.hf_entity}/{name}" if args.hf_entity else name  # the hub fills in the token's owner
-    filename = f"{args.exp_name}{SUFFIX}"
     try:
         limit_waiting()
-        api = HfApi()
+        api = hf.HfApi()
         repo = f"{args.hf_entity or api.whoami()['name']}/{name}"
         card_path = run_dir / "README.md"
         card_path.write_text(model_card(args, repo, returns), encoding="utf-8")
 
-        files = {filename: model_path, "README.md": card_path}
+        files = {path.name: path for path in (model_path, card_path, script_of(args))}
         files |= {path.name: path for path in run_dir.glob("events.out.tfevents.*")}
         files |= {f"videos/{path.parent.name}/{path.name}": path for path in videos}
         if videos:
             files["replay.mp4"] = videos[-1]
-        script = script_of(args)
-        files[script.name] = script
 
         url = api.create_repo(repo, exist_ok=True)
         # Not upload_folder, which splits a large upload into several commits.
         api.create_commit(
             repo,
-            [CommitOperationAdd(path_in_repo, path) for path_in_repo, path in files.items()],
+            [hf.CommitOperationAdd(path_in_repo, path) for path_in_repo, path in files.items()],
             commit_message=f"{args.exp_name} on {args.env_id}, seed {args.seed}",
         )
         print(f"model uploaded to {url}")
@@ -176,24 +151,19 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: np.ndarray
         for pattern in (model_path.name, "README.md", "events.out.tfevents.*"):
             retry += ["--include", pattern]
         reason = " ".join(str(error).split()) or type(error).__name__
-        print(
-            f"UPLOAD FAILED ({reason}); the model is still at {model_path}, upload it with: {shlex.join(retry)}",
-            file=sys.stderr,
-            flush=True,
-        )
+        what = f"the model is still at {model_path}, upload it with: {shlex.join(retry)}"
+        print(f"UPLOAD FAILED ({reason}); {what}", file=sys.stderr, flush=True)
 
 
 def model_card(args: Any, repo: str, returns: np.ndarray) -> str:
     """The README.md of hub repository ``repo``, with the metadata that the hub lists and searches models by."""
     score = f"{returns.mean():.2f} +/- {returns.std():.2f}"  # "+/-" as in all of CleanRL's model cards
-    task = "reinforcement-learning"
-    data = ModelCardData(
+    task, metric = "reinforcement-learning", "mean_reward"
+    data = hf.ModelCardData(
         library_name="cleanrl",
         tags=[args.env_id, "deep-reinforcement-learning", task, "custom-implementation"],
         model_name=args.exp_name,
-        eval_results=[
-            EvalResult(task, args.env_id, args.env_id, "mean_reward", score, task, metric_name="mean_reward")
-        ],
+        eval_results=[hf.EvalResult(task, args.env_id, args.env_id, metric, score, task, metric_name=metric)],
     )
     script, backend = script_of(args).name, "" if hasattr(args, "cuda") else "_jax"
     qdagger = f"qdagger_dqn_atari{backend}_impalacnn.py"
