@@ -36,7 +36,7 @@ class EventWriter:
         host = socket.gethostname()
         while (path := run_dir / f"events.out.tfevents.{started:010d}.{host}").exists():
             started += 1  # a resumed run may begin in the second in which another writer did
-        self._file = path.open("xb", buffering=0)
+        path.touch(exist_ok=False)
         sync_directory(run_dir)
         self._path, self._size, self._pending, self._written = path, 0, bytearray(), time.monotonic()
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -68,24 +68,20 @@ class EventWriter:
     def sync(self) -> None:
         """Writes what is pending to the disk; raises OSError if that can't be done."""
         self._written = time.monotonic()
-        if self._file.closed:
-            return
         try:
-            done = 0
-            while done < len(self._pending):
-                done += self._file.write(memoryview(self._pending)[done:])
-            os.fsync(self._file.fileno())
+            with self._path.open("ab") as file:
+                file.write(self._pending)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError:
-            self._file.truncate(self._size)  # TensorBoard stops reading at half an event
-            self._file.seek(self._size)
+            os.truncate(self._path, self._size)  # TensorBoard stops reading at half an event
             raise
-        self._size += done
+        self._size += len(self._pending)
         self._pending = bytearray()
 
     def close(self) -> None:
-        """Writes what is pending and closes the file."""
+        """Writes what is pending."""
         self.flush()
-        self._file.close()
         atexit.unregister(self.flush)
 
 
