@@ -333,7 +333,7 @@ def rehearse(args: Args, num_actions: int) -> None:
     for _ in range(CudaGraph.CALLS_BEFORE + 2):
         update(*replay.window)
     batch = replay.sample(args.batch_size, *replay.window, learner[3])
-    check_torch_gradient(lambda *x: dqn_loss(*x).loss, *learner[:2], batch, autocast)
+    check_torch_gradient(lambda *x: dqn_loss(*x).loss, learner[:2], batch, autocast)
 
 
 def main(args: Args) -> None:

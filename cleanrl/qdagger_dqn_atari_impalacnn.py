@@ -479,7 +479,7 @@ def rehearse(args: Args, num_actions: int) -> None:
     def loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> torch.Tensor:
         return qdagger_loss(q_network, td_target(target_network, batch), batch, 1.0, args.temperature).loss
 
-    check_torch_gradient(loss, *learner[:2], batch, autocast)
+    check_torch_gradient(loss, learner[:2], batch, autocast)
 
 
 def main(args: Args) -> None:

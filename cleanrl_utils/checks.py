@@ -29,7 +29,6 @@ POSITIVE = ("learning_rate", "online_learning_rate", "final_learning_rate", "tem
 FRACTIONS = ("gamma", "tau", "start_e", "end_e", "exploration_fraction")
 PACKAGES = {"capture_video": ("stable_baselines3", "imageio", "imageio_ffmpeg"), "track": ("wandb", "tensorboard")}
 """What a flag needs beyond the scripts' own packages, to be imported"""
-PIP_NAMES = {"stable_baselines3": "stable-baselines3", "imageio_ffmpeg": "imageio[ffmpeg]"}
 
 
 class UserError(Exception):
@@ -53,15 +52,12 @@ def drop_dead_streams() -> bool:
 
     The Ctrl-C that stops a run ends a ``| tee`` behind it too, and a terminal that is closed takes both with it.
     """
-    dead = []
+    poll = select.poll()
     for descriptor in (1, 2):
-        poll = select.poll()
         poll.register(descriptor, 0)  # asked for nothing, it tells of errors
-        if poll.poll(0):
-            dead.append(descriptor)
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
+    dead = poll.poll(0)
+    for descriptor, _ in dead:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     return bool(dead)
 
 
@@ -168,8 +164,7 @@ def require_packages(what: str, *modules: str) -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            install = " ".join(PIP_NAMES.get(name, name) for name in modules)
-            raise UserError(f"{what} needs {module} ({error}): pip install {install}") from error
+            raise UserError(f"{what} needs {module} ({error}): pip install {' '.join(modules)}") from error
 
 
 def available_host_memory() -> int:

@@ -177,18 +177,15 @@ def image_shape(inputs: int, channels: int) -> tuple[int, int, int]:
 
 def flax_to_torch(params: Mapping[str, np.ndarray]) -> Weights:
     """The arrays of a state dict from those of flax; ValueError if they are no layers of a network of this project."""
-    weights, channels = {}, 0
-    layers = layers_of(params, "/", "kernel")
-    sequences = len({layer.split("/")[1] for layer in layers if layer.startswith("params/ConvSequence_")})
-    convs = len([layer for layer in layers if layer.startswith("params/Conv_")])
-    for layer, (kernel, bias) in layers.items():
+    weights, channels, place = {}, 0, 0
+    for layer, (kernel, bias) in layers_of(params, "/", "kernel").items():
         nested = re.fullmatch(r"params/ConvSequence_(\d+)/(?:ResidualBlock_(\d+)/)?Conv_(\d+)", layer)
-        plain = re.fullmatch(r"params/(Conv|Dense)_(\d+)", layer)
         if nested:
             name = f"network.{nested[1]}" + (f".res_block{nested[2]}.conv{nested[3]}" if nested[2] else ".conv")
-        elif plain:
-            first = 0 if plain[1] == "Conv" else sequences + 2 if sequences else 2 * convs + 1
-            name = f"network.{first + 2 * int(plain[2])}"
+            place = int(nested[1]) + 2  # of the next layer: behind a ReLU
+        elif re.fullmatch(r"params/(Conv|Dense)_\d+", layer):
+            place += kernel.ndim == 2 and channels > 0  # behind a Flatten
+            name, place = f"network.{place}", place + 2
         else:
             raise ValueError(f"{layer!r:.60} is no layer of a network of this project")
         if kernel.ndim == 2 and channels:

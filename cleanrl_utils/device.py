@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,23 +246,17 @@ def fill_at_random(replay: Any, num_actions: int) -> None:
     replay.steps_added = replay.length
 
 
-def check_torch_gradient(
-    loss: Callable[..., "torch.Tensor"],
-    q_network: "torch.nn.Module",
-    target_network: "torch.nn.Module",
-    batch: Any,
-    autocast: "torch.autocast",
-) -> None:
-    """UserError where the gradient of ``loss(q_network, target_network, batch)`` is not that of float32 on the CPU."""
+def check_torch_gradient(loss: Callable, networks: Sequence, batch: Any, autocast: "torch.autocast") -> None:
+    """UserError where the gradient of ``loss(*networks, batch)``, by the first, is not that of float32 on the CPU."""
     import torch
 
     def gradient() -> np.ndarray:
-        parts = torch.autograd.grad(loss(q_network, target_network, batch), list(q_network.parameters()))
+        parts = torch.autograd.grad(loss(*networks, batch), list(networks[0].parameters()))
         return torch.cat([part.double().cpu().flatten() for part in parts]).numpy()
 
     with autocast:
         fast = gradient()
-    q_network, target_network = q_network.cpu(), target_network.cpu()
+    networks = [network.cpu() for network in networks]
     batch = type(batch)(*(value.cpu() for value in batch))
     require_same_direction(fast, gradient(), "PyTorch", "--no-bf16 or --no-cuda")
 

@@ -71,20 +71,15 @@ def load(args: Args, library: str, *dtype: Any) -> tuple[ModuleType, Any]:
 
 def import_script(given: Path | None, model_name: str, library: str) -> ModuleType:
     """The script ``given``, or the one that a model is called after, or QDagger's."""
-
-    def has_networks(path: Path) -> bool:
+    names = re.sub(r"-offline-[0-9]+$", "", model_name), QDAGGER[library]
+    for path in [given] if given else [SCRIPTS / f"{name}.py" for name in names]:
         text = path.read_text() if path.is_file() else ""
-        return f"import {library}\n" in text and "def load_model(" in text
-
-    path = given or SCRIPTS / f"{re.sub(r'-offline-[0-9]+$', '', model_name)}.py"
-    if not has_networks(path):
-        if given:
-            raise UserError(f"--script {given} does not import {library} or has no `load_model`; give another")
-        path = SCRIPTS / f"{QDAGGER[library]}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+        if f"import {library}\n" in text and "def load_model(" in text:
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            script = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(script)
+            return script
+    raise UserError(f"--script {given} does not import {library} or has no `load_model`; give another")
 
 
 def play(args: Args, q_function: QFunction) -> np.ndarray:
