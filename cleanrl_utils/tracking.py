@@ -34,7 +34,7 @@ class EventWriter:
     def __init__(self, run_dir: Path):
         started = int(time.time())
         host = socket.gethostname()
-        while (path := run_dir / f"events.out.tfevents.{started:010d}.{host}").exists():
+        while (path := run_dir.absolute() / f"events.out.tfevents.{started:010d}.{host}").exists():
             started += 1  # a resumed run may begin in the second in which another writer did
         path.touch(exist_ok=False)
         sync_directory(run_dir)
