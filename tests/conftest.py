@@ -57,6 +57,15 @@ def signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of those of the scripts: for tests to which it is all the same what learns."""
+    from test_cli import NETWORKS, SmallFlaxNetwork, SmallNetwork
+
+    for script in NETWORKS:
+        monkeypatch.setattr(script, "QNetwork", SmallNetwork if "jax" not in script.__name__ else SmallFlaxNetwork)
+
+
 # No deadline: a machine that also trains is slow at times, and that is no failure.
 settings.register_profile("default-without-deadline", deadline=None)
 settings.load_profile("default-without-deadline")

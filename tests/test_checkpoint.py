@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,7 +20,6 @@ from unittest import mock
 
 import dqn_atari
 import dqn_atari_jax
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ from ale_py.vector_env import AtariVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_cli import GAME, TIMED_TAGS, Scalars, only, read_scalars, run_script, tiny, twin, write_teacher
+from test_cli import GAME, NETWORKS, TIMED_TAGS, Scalars, only, read_scalars, run_script, tiny, twin, write_teacher
 from tqdm import tqdm
 
 from cleanrl_utils import checkpoint, tracking
@@ -717,41 +717,6 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def fake_score(q_function: Any, *, description: str, **game: Any) -> np.ndarray:
     """In place of `play_games`: a score that follows from the evaluation's name."""
     return np.array([float(zlib.crc32(description.encode()) % 1000)])
-
-
-class SmallNetwork(torch.nn.Module):
-    """A student, or DQN's network, that hardly takes time."""
-
-    def __init__(self, num_actions: int):
-        super().__init__()
-        self.network = torch.nn.Sequential(
-            torch.nn.Conv2d(4, 4, 8, stride=8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(400, num_actions)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x / 255.0).float()
-
-
-class SmallFlaxNetwork(flax.linen.Module):
-    """The same in flax."""
-
-    num_actions: int
-    dtype: jnp.dtype = jnp.float32
-
-    @flax.linen.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = flax.linen.relu(flax.linen.Conv(4, (8, 8), 8)(x.transpose(0, 2, 3, 1) / 255.0))
-        return flax.linen.Dense(self.num_actions)(x.reshape(x.shape[0], -1))
-
-
-NETWORKS = {script: script.QNetwork for script in (qdagger, dqn_atari, qdagger_jax, dqn_atari_jax)}
-
-
-@pytest.fixture
-def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of those of the scripts."""
-    for script in NETWORKS:
-        monkeypatch.setattr(script, "QNetwork", SmallNetwork if "jax" not in script.__name__ else SmallFlaxNetwork)
 
 
 @pytest.fixture
@@ -1645,6 +1610,7 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
         before = newest_number(tmp_path)
         while newest_number(tmp_path) < before + 2:  # it learns, and saves
             assert process.poll() is None
+            time.sleep(0.1)  # on the same core
         for _ in range(times):
             process.send_signal(number)
         output, _ = process.communicate(timeout=120)

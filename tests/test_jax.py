@@ -1,8 +1,8 @@
 """The JAX scripts against the PyTorch scripts: same weights, same batch, same numbers; and what only JAX has."""
 
 import functools
+import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ import torch
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import GAME, TIMED_TAGS, only, read_scalars, run_script, tiny, twin, write_teacher
+from test_cli import GAME, TIMED_TAGS, only, read_scalars, run_script, tiny, twin, without_torch, write_teacher
 
 from cleanrl_utils.checks import UserError
-from cleanrl_utils.convert import convert, flax_to_torch, read_flax, read_torch, torch_to_flax, write_flax
+from cleanrl_utils.convert import convert, flax_to_torch, read_flax, read_torch, torch_to_flax
 from cleanrl_utils.device import pick_jax_device
 from cleanrl_utils.evals import dqn_eval, dqn_jax_eval
 from cleanrl_utils.hub import model_card
@@ -231,7 +231,9 @@ def test_extreme_q_values_keep_the_loss_finite() -> None:
 
 
 @pytest.mark.parametrize(("script", "final"), [(qdagger_jax, None), (qdagger_jax, 1e-4), (dqn_atari_jax, None)])
-def test_updates_are_adams(script: Any, final: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_adams(
+    script: Any, final: float | None, small_networks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three updates leave the weights that three of PyTorch leave, each draws anew, and the target network stays.
 
     QDagger's are made in two calls, of one update and of two; λ is at 35 % of what it began with, and with it the
@@ -419,15 +421,6 @@ def test_save_model_is_what_flax_writes(script: Any, tmp_path: Path) -> None:
     assert (tmp_path / "model").read_bytes() == flax.serialization.to_bytes(params)
 
 
-def test_both_evaluations_play_the_same_games(tmp_path: Path) -> None:
-    """One model, two backends, one score: rounding aside, which does not decide between actions here."""
-    teacher = write_teacher(tmp_path)
-    model = str(teacher / "dqn_atari.cleanrl_model")
-    flags = {"model": model, "env_id": GAME, "episodes": 3, "epsilon": 0.5, "bf16": False}
-    expected = dqn_eval.evaluate(dqn_eval.Args(**flags))
-    np.testing.assert_array_equal(dqn_jax_eval.evaluate(dqn_jax_eval.Args(**flags)), expected)
-
-
 class Captured(Exception):
     """Ends a run that has shown what it was begun for."""
 
@@ -482,7 +475,9 @@ def test_model_card_names_scripts_of_its_backend(script: Any) -> None:
 # ==================== runs ====================
 
 
-def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_after_the_first_updates(
+    small_networks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Acting and learning compile once per phase: every later step finds its program."""
     compiled: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -491,12 +486,8 @@ def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch
     seen: list[int] = []
     recv = qdagger_jax.AtariEnvs.recv
 
-    def count(self: Any) -> Any:
-        if self.num_envs == 8:  # not the evaluations, which have one game each
-            seen.append(len(compiled))
-        return recv(self)
-
-    monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", count)
+    monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", lambda envs: seen.append(len(compiled)) or recv(envs))
+    monkeypatch.setattr("cleanrl_utils.run.play_games", lambda q_function, **game: np.zeros(1))
     monkeypatch.chdir(tmp_path)
     sizes = SIZES | {"offline_steps": 0, "total_timesteps": 240, "learning_starts": 80}
     teacher = write_teacher(tmp_path / "teacher")
@@ -508,45 +499,39 @@ def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch
     assert seen[15:] == [seen[15]] * 15
 
 
-@pytest.mark.parametrize("script", ["qdagger_dqn_atari_jax_impalacnn", "dqn_atari_jax"])
-def test_runs_without_torch(script: str, tmp_path: Path) -> None:
-    """From start to end where PyTorch can't be imported; a teacher of PyTorch then gets one line."""
-    weights = read_torch(write_teacher(tmp_path / "torch") / "dqn_atari.cleanrl_model")
-    (tmp_path / "flax").mkdir()
-    write_flax(tmp_path / "flax" / "dqn_atari_jax.cleanrl_model", torch_to_flax(weights))
+def test_runs_without_torch(tmp_path: Path) -> None:
+    """DQN's script, from start to end where PyTorch can't be imported; QDagger's gives a teacher of PyTorch one line.
+
+    With one of flax, test_cli.py runs it so.
+    """
+    environ = {"PYTHONPATH": f"{without_torch(tmp_path / 'no')}{os.pathsep}{REPO}"}
     flags = f"--env-id {GAME} --num-envs 8 --buffer-size 160 --total-timesteps 64 --learning-starts 40 --batch-size 4 "
     flags += "--eval-episodes 1 --end-e 0.8 --save-model --train-frequency 8"
-    if script.startswith("qdagger"):
-        flags += " --teacher-steps 160 --offline-steps 2 --teacher-eval-episodes 1 --teacher-policy-hf-repo "
-    (tmp_path / "no").mkdir()
-    (tmp_path / "no" / "torch.py").write_text("raise ImportError('No module named torch')")
-
-    def run(flags: str) -> subprocess.CompletedProcess:
-        return run_script(script, tmp_path, *flags.split(), PYTHONPATH=f"{tmp_path / 'no'}:{REPO}")
-
-    result = run(flags + ("flax" if script.startswith("qdagger") else ""))
+    result = run_script("dqn_atari_jax", tmp_path, *flags.split(), **environ, short_games=True)
     assert result.returncode == 0, result.stderr
     run_dir = only((tmp_path / "runs").iterdir())
     assert read_scalars(run_dir)["eval/episodic_return"]
-    weights = read_flax(run_dir / f"{script}.cleanrl_model")
-    assert len(weights) == (34 if script.startswith("qdagger") else 10)
-    if script.startswith("qdagger"):
-        result = run(flags + "torch --teacher-model-exp-name dqn_atari")
-        assert result.returncode == 2
-        assert len(result.stderr.splitlines()) == 1, result.stderr
-        assert "PyTorch" in result.stderr
-        assert "convert" in result.stderr
+    assert len(read_flax(run_dir / "dqn_atari_jax.cleanrl_model")) == 10
+    teacher = write_teacher(tmp_path / "torch")
+    flags += f" --teacher-steps 160 --teacher-policy-hf-repo {teacher} --teacher-model-exp-name dqn_atari"
+    result = run_script("qdagger_dqn_atari_jax_impalacnn", tmp_path, *flags.split(), **environ)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert "PyTorch" in result.stderr
+    assert "convert" in result.stderr
 
 
-def test_same_seed_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_seed_same_run(small_networks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice the same scalars, but for those that time something, and the same models; another seed gives others."""
+    monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 200)
     teacher = write_teacher(tmp_path / "teacher")
     scalars, models = [], []
     for name, seed in (("first", 3), ("second", 3), ("other", 4)):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        sizes = SIZES | {"offline_steps": 10, "offline_eval_frequency": 10, "total_timesteps": 200}
-        qdagger_jax.main(twin(tiny(teacher, seed=seed, train_frequency=10, save_model=True, **sizes), qdagger_jax))
+        changes = {"offline_steps": 10, "offline_eval_frequency": 10, "total_timesteps": 130, "train_frequency": 10}
+        changes |= {"buffer_size": 60}  # as many as of the teacher's: one program for both
+        qdagger_jax.main(twin(tiny(teacher, seed=seed, save_model=True, **changes), qdagger_jax))
         run_dir = only(Path("runs").iterdir())
         models.append([path.read_bytes() for path in sorted(run_dir.glob("*.cleanrl_model"))])
         scalars.append({tag: events for tag, events in read_scalars(run_dir).items() if tag not in TIMED_TAGS})
