@@ -28,7 +28,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax  # noqa: E402
-from test_cli import only, read_scalars, tiny, twin, write_teacher  # noqa: E402
+from test_cli import SmallFlaxNetwork, SmallNetwork, only, read_scalars, tiny, twin, write_teacher  # noqa: E402
 
 from cleanrl_utils import device  # noqa: E402
 from cleanrl_utils.checkpoint import CheckpointStore  # noqa: E402
@@ -90,8 +90,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=["torch", "jax"], default="torch")
+    parser.add_argument("--small", action="store_true", help="networks that learn, and are saved, in hardly any time")
     options = parser.parse_args()
     script = {"torch": qdagger, "jax": qdagger_jax}[options.backend]
+    if options.small:
+        qdagger.QNetwork, qdagger_jax.QNetwork = SmallNetwork, SmallFlaxNetwork
     rng = random.Random(options.seed)
     device.available_cores = lambda: 1
     folder = Path(tempfile.mkdtemp(prefix="torture"))
@@ -127,6 +130,7 @@ def main() -> None:
         elif kills < options.kills:
             so_far = newest()
             goal = so_far + rng.uniform(0, 2 * max(checkpoints - so_far, 0) / (options.kills - 2 - kills))
+            goal = min(goal, checkpoints - 20)  # not beyond the end
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - began < seconds:
             if newest() >= goal or (in_last_phase and list(Path().glob(f"runs/*/{args.exp_name}.cleanrl_model"))):
                 break
