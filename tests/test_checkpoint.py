@@ -1539,7 +1539,7 @@ begins, hangs = "begins" in sys.argv, "hangs" in sys.argv
 server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
 threading.Thread(target=server.serve_forever, daemon=True).start()
 os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:%d" % server.server_port
-tracking.WANDB_FINISH_TIMEOUT = 3 if begins else 60  # which offline is only waited for on a machine that is slow
+tracking.WANDB_FINISH_TIMEOUT = 1
 args = types.SimpleNamespace(track=True, wandb_project_name="p", wandb_entity="e", env_id="x", exp_name="y", seed=1)
 run_dir = tracking.new_run_dir(args)
 writer, _ = tracking.open_run(args, run_dir)
@@ -1568,7 +1568,7 @@ def test_wandb_unreachable(server: str, tmp_path: Path) -> None:
     assert result.stderr.count("WARNING: W&B can't be reached") == (not begins), result.stderr
     assert ("Timed out finishing run" in result.stderr) == begins, result.stderr
     data = only(tmp_path.glob("wandb/run-*/*.wandb" if begins else "wandb/offline-run-*/*.wandb")).read_bytes()
-    assert b"losses/td_loss" in data
+    assert b"losses/td_loss" in data, result.stderr
 
 
 # ==================== processes ====================
