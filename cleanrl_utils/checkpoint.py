@@ -151,10 +151,10 @@ def write_ring(replay: Replay, low: int, values: Any) -> None:
     else:
         import jax
 
-        def write(ring: Any, low: int, values: Any) -> Any:
-            return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, low, 0), ring, values)
-
-        replay.ring = jax.jit(write, donate_argnums=0)(replay.ring, low, values)  # donated: it is not to exist twice
+        # Donated: no array is to exist twice. Of a function that stays the same, jit compiles once for all segments.
+        write = jax.jit(jax.lax.dynamic_update_slice_in_dim, donate_argnums=0, static_argnums=3)
+        pairs = zip(replay.ring, values, strict=True)
+        replay.ring = type(replay.ring)(*(write(array, value, low, 0) for array, value in pairs))
 
 
 class CheckpointStore:
