@@ -591,7 +591,7 @@ def test_cleanrl_command_lines(
     if has_teacher:
         flags += f" {SHORT_TEACHER} --teacher-policy-hf-repo {teacher} --teacher-model-exp-name {DQN}"
     # Without bootstrap state there is nothing to learn from, so not before 2 steps are in the replay.
-    for learning_starts, online in ((10, [11, 15]), (0, [3, 7, 11, 15]), (12, [15])):
+    for learning_starts, online in ((10, [11, 15]), (11, [11, 15]), (12, [15]), (0, [3, 7, 11, 15])):
         updates.clear()
         script.main(parse_args(script.Args, [*flags.split(), "--learning-starts", str(learning_starts)]))
         assert re.search(r"^games at a time: 1\b.*16.*--num-envs", capsys.readouterr().out, re.MULTILINE)
