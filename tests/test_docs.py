@@ -196,9 +196,15 @@ def test_results_are_those_of_the_committed_runs(tmp_path: Path) -> None:
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in table] == of_readme
 
 
-def test_every_seed_is_that_of_the_committed_runs() -> None:
+@pytest.fixture(scope="module")
+def groups() -> report.Groups:
+    """The committed runs, by game and script."""
+    return report.read_groups([ROOT / "benchmark/runs"], {})
+
+
+def test_every_seed_is_that_of_the_committed_runs(groups: report.Groups) -> None:
     """The table of what was tried has the returns of all runs, seed by seed, and no row without one."""
-    groups, of_docs = report.read_groups([ROOT / "benchmark/runs"], {}), {}
+    of_docs = {}
     for name, _, *cells in rows(section(ROOT / "docs/results.md", "What was tried"), ("teacher", "QDagger", "`")):
         for game, cell in zip(("Pong", "Breakout", "BeamRider"), cells, strict=True):
             if cell:
@@ -216,12 +222,11 @@ def test_every_seed_is_that_of_the_committed_runs() -> None:
     }
 
 
-def test_what_the_results_say_of_single_runs_is_so() -> None:
+def test_what_the_results_say_of_single_runs_is_so(groups: report.Groups) -> None:
     """That it does not fall too early, for how long it was 0 in the two runs that are named, and how far students came
     when it had faded; and which were warned of.
     """
     text = section(ROOT / "docs/results.md", "What was tried")
-    groups = report.read_groups([ROOT / "benchmark/runs"], {})
     all_runs = [run for scripts in groups.values() for runs in scripts.values() for run in runs]
     warned = {run.script.removeprefix("qdagger_dqn_atari_impalacnn") for run in all_runs if run.warned}
     assert warned == set(re.findall(r"`(-[^`]+)`", re.search(r"^\* \*\*Collapse.*$", text, re.MULTILINE)[0]))
