@@ -1,5 +1,6 @@
-# Needs Python 3.11 or newer and a network; everything else goes into .venv.
-PYTHON ?= python3
+# Needs a network and Python 3.11, 3.12 or 3.13; everything else is installed into .venv.
+PYTHON ?= python3.13 python3.12 python3.11 python3
+SUPPORTED := -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
 VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
@@ -12,18 +13,20 @@ DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 
 .PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
 
 help:
-	@echo "make demo         QDagger on Pong from the embedded teacher, 5 to 13 minutes on 2 cores"
-	@echo "make demo-jax     the same in JAX, 18 minutes"
-	@echo "make test         the test suite, 8 to 10 minutes on 2 cores"
-	@echo "make test-gpu     the tests that need an NVIDIA GPU"
-	@echo "make test-slurm   the benchmark runner on a running Slurm, 7 minutes"
-	@echo "make torture      kills and resumes a run 100 times"
-	@echo "make torture-jax  the same in JAX"
-	@echo "make lint         ruff check and ruff format --check"
-	@echo "make benchmark    speed against the plain formulation"
-	@echo "make benchmark-gpu  tests and speed on an NVIDIA GPU, as a Markdown file"
-	@echo "make docs         the documentation as a site, in site/"
-	@echo "make docs-serve   the same at http://127.0.0.1:8000, anew after every change"
+	@echo "make demo           train a student on Pong from the teacher in teachers/, 5 to 13 minutes on 2 cores"
+	@echo "make demo-jax       the same in JAX, 18 minutes"
+	@echo "make test           run the tests, 8 to 10 minutes on 2 cores"
+	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
+	@echo "make test-slurm     run the tests that need a Slurm cluster, 7 minutes"
+	@echo "make torture        kill and resume a run 100 times"
+	@echo "make torture-jax    the same in JAX"
+	@echo "make lint           run ruff check and ruff format --check"
+	@echo "make benchmark      measure the speed of both scripts, 6 minutes on 2 cores"
+	@echo "make benchmark-gpu  run tests and measure speeds on an NVIDIA GPU, and write gpu.md"
+	@echo "make docs           build the documentation in site/"
+	@echo "make docs-serve     serve the documentation at http://127.0.0.1:8000 and rebuild it after each change"
+	@echo "make requirements   update the pinned versions in requirements/"
+	@echo "make clean          delete .venv and all that was built"
 
 demo: $(VENV)/atari
 	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO) --offline-steps 2000
@@ -34,15 +37,15 @@ demo-jax: $(VENV)/jax
 	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) \
 		--offline-steps 1000 --distill-coefficient 3 --n-step 3
 
-# Two at a time, each on half of the cores; by file, whose tests share runs that take long to make.
+# Two processes, each on half of the cores; by file, since the tests of a file share runs.
 test: $(VENV)/test
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile
 
-# Needs an NVIDIA GPU, and PyTorch and JAX that can use it.
+# Needs builds of PyTorch and JAX that can use the GPU.
 test-gpu: $(VENV)/test
 	QDAGGER_TEST_GPU=1 $(RUN) -m pytest -m gpu tests/test_gpu.py
 
-# A Slurm of one node for it, where the means to start one lie beside this directory.
+# Starts a cluster of one node if there is a script for it beside this directory.
 test-slurm: $(VENV)/test
 	sinfo >/dev/null 2>&1 || test ! -e ../shared/slurm_single_node.sh || bash ../shared/slurm_single_node.sh start
 	$(RUN) -m pytest -m slurm tests/test_slurm.py
@@ -58,8 +61,8 @@ lint: $(VENV)/test
 	$(VENV)/bin/ruff format --check .
 
 benchmark: $(VENV)/test
-	$(RUN) benchmark/throughput.py --teacher $(TEACHER)
-	$(RUN) benchmark/throughput.py --teacher $(TEACHER) --backend jax
+	$(RUN) benchmark/throughput.py
+	$(RUN) benchmark/throughput.py --backend jax
 
 benchmark-gpu: $(VENV)/test
 	PYTHON=$(RUN) benchmark/gpu.sh
@@ -70,21 +73,27 @@ docs: $(VENV)/docs
 docs-serve: $(VENV)/docs
 	$(RUN) -m mkdocs serve
 
-# The installed set is remembered in a file of its name, so that it is done again when the pins change.
-$(VENV)/%: requirements/requirements-%.txt pyproject.toml
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+# The first Python that runs and is new enough; a shim of pyenv may not run.
+$(RUN):
+	@for python in $(PYTHON); do \
+		if $$python $(SUPPORTED) 2>/dev/null; then exec $$python -m venv --clear $(VENV); fi; \
+	done; \
+	echo "error: Python 3.11, 3.12 or 3.13 is needed; install one and name it: make PYTHON=/path/to/python3.12" >&2; exit 2
+
+# The file $(VENV)/% records what is installed; its rule runs again when the pins change.
+$(VENV)/%: requirements/requirements-%.txt pyproject.toml | $(RUN)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-# Pins for pyproject.toml's extras: the newest versions that fit, without addresses and without torch's build label.
+# Pin the newest versions for the extras in pyproject.toml, without addresses and without the build label of PyTorch.
 COMPILE := -m piptools compile --quiet --upgrade --strip-extras --no-header --no-annotate --no-emit-index-url \
 	--no-emit-find-links --no-emit-trusted-host --constraint requirements/constraints.in pyproject.toml
 requirements: $(VENV)/test
 	$(RUN) -m pip install --quiet pip-tools
-	$(RUN) $(COMPILE) --extra atari,video,track --output-file requirements/requirements-atari.txt
-	$(RUN) $(COMPILE) --extra jax,track --output-file requirements/requirements-jax.txt
-	$(RUN) $(COMPILE) --extra atari,jax,video,track,plot,slurm,test --output-file requirements/requirements-test.txt
+	$(RUN) $(COMPILE) --extra atari --output-file requirements/requirements-atari.txt
+	$(RUN) $(COMPILE) --extra jax --output-file requirements/requirements-jax.txt
+	$(RUN) $(COMPILE) --extra atari,jax,plot,slurm,test --output-file requirements/requirements-test.txt
 	$(RUN) $(COMPILE) --constraint requirements/requirements-test.txt \
 		--extra docs --output-file requirements/requirements-docs.txt
 	sed -i -e 's/+cpu$$//' -e '/^#/d' requirements/requirements-*.txt

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Teachers for the games of qdagger.sh, made with DQN: three seeds, both backends, full size; made for a GPU.
-# Flags for the runner may follow: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
+# DQN teachers for the games of qdagger.sh: three seeds, both libraries, full size. A GPU is needed for it.
+# Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for script in dqn_atari dqn_atari_jax; do
     python -m cleanrl_utils.benchmark --env-ids PongNoFrameskip-v4 BreakoutNoFrameskip-v4 BeamRiderNoFrameskip-v4 \
         --command "python cleanrl/$script.py --save-model" \
-        --num-seeds 3 --workers 1 "$@" || [ $? = 1 ] # runs that failed do not hold up the other backend's
+        --num-seeds 3 --workers 1 "$@" || [ $? = 1 ] # a failed run does not stop the other library's
 done

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The experiment at full size: three games, three seeds, both backends, teachers from the hub; made for a GPU.
-# Flags for the runner may follow: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
+# QDagger with teachers from the hub: three games, three seeds, both libraries, full size. A GPU is needed for it.
+# Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for script in qdagger_dqn_atari_impalacnn qdagger_dqn_atari_jax_impalacnn; do
     python -m cleanrl_utils.benchmark --env-ids PongNoFrameskip-v4 BreakoutNoFrameskip-v4 BeamRiderNoFrameskip-v4 \
         --command "python cleanrl/$script.py --save-model" \
-        --num-seeds 3 --workers 1 "$@" || [ $? = 1 ] # runs that failed do not hold up the other backend's
+        --num-seeds 3 --workers 1 "$@" || [ $? = 1 ] # a failed run does not stop the other library's
 done

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Small enough for two CPU cores, three seeds each: students of the embedded teachers, and what they are compared with.
-# On one core each, a run takes some 30 minutes in PyTorch and, by its slower updates, more than twice that in JAX;
-# 100,000 steps take an hour.
-# Flags for the runner may follow.
+# The runs of docs/results.md: students of the embedded teachers, ablations and training from scratch, three seeds each.
+# On one core of an AMD EPYC with AVX512-BF16, a run takes about 30 minutes in PyTorch and twice as long in JAX; 100,000
+# online steps take an hour. Arguments are passed to the runner.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=cleanrl
-small() { # game, script, what its name ends in, teacher, further flags
-    # A larger learning rate while the teacher's data lasts: 2,000 updates are few. Four games: ten are to end soon.
+small() { # game, script, suffix of the name, teacher, further flags
+    # 2,000 offline updates need a larger learning rate. With four environments, ten episodes end early in the run.
     python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds 3 --workers 2 --command "python
         $folder/$2.py --exp-name $2$3 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
         --n-step 3 --num-envs 4 --teacher-steps 20000 --offline-eval-frequency 2000 --learning-starts 1000
@@ -19,7 +18,7 @@ torch=qdagger_dqn_atari_impalacnn jax=qdagger_dqn_atari_jax_impalacnn
 pong=teachers/PongNoFrameskip-v4-dqn_atari-seed1 pong_jax=teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
 breakout=teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 beam_rider=teachers/BeamRiderNoFrameskip-v4-dqn_atari-seed1
 taught="--offline-steps 2000 --total-timesteps 50000"
-longer="--offline-steps 2000 --total-timesteps 100000 --exploration-fraction 0.05" # epsilon falls as in the shorter ones
+longer="--offline-steps 2000 --total-timesteps 100000 --exploration-fraction 0.05" # the same schedule of epsilon
 scratch="--offline-steps 0 --distill-coefficient 0 --total-timesteps 58000"       # as many updates
 small Pong $torch "" $pong "$taught"
 small Pong $torch -from-scratch $pong "$scratch"
@@ -30,17 +29,17 @@ small BeamRider $torch "" $beam_rider "$taught"
 small BeamRider $torch -from-scratch $beam_rider "$scratch"
 small Pong $torch -100k $pong "$longer"
 small BeamRider $torch -100k $beam_rider "$longer"
-# Over 100 games: whether Pong's students keep what they were taught is a matter of single points.
+# In Pong, differences of one point matter here, so the evaluation has 100 episodes.
 small Pong $torch -100k-final-1e-5 $pong "$longer --final-learning-rate 1e-5 --eval-episodes 100"
 small Breakout $torch -100k-final-1e-5 $breakout "$longer --final-learning-rate 1e-5"
 small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-rate 1e-5"
-# Games of BeamRider are so long that λ has only begun to fade by then.
+# λ reacts late in BeamRider, because its episodes are long.
 longest="--offline-steps 2000 --total-timesteps 150000 --exploration-fraction 0.0333"
 small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-rate 1e-5 --eval-episodes 100"
-# What `make demo` runs, over games enough to tell 95 % of the way from random to teacher from 90 %.
+# The flags of `make demo`, with a precise evaluation.
 small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
     --eval-episodes 100"
-# At 1e-3 Q-learning alone may collapse in the offline phase; at 1e-4 throughout, as from scratch, no run has stayed so.
+# Q-learning alone can collapse in the offline phase at a learning rate of 1e-3.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
 small Breakout $torch -offline-only $breakout "--distill-coefficient 0 $taught"
 small Pong $torch -offline-only-1e-4 $pong "--distill-coefficient 0 --learning-rate 1e-4 $taught"
@@ -53,12 +52,12 @@ small Pong $torch -learning-starts-5000 $pong "--learning-starts 5000 $taught"
 small Pong $torch -buffer-10000 $pong "--buffer-size 10000 $taught"
 small Pong $torch -target-100 $pong "--target-network-frequency 100 $taught"
 small Breakout $torch -target-100 $breakout "--target-network-frequency 100 $taught"
-# The second generation: the first one's second seed teaches, the best of ours.
+# The second generation: the best student of Pong, seed 2, is the teacher.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"
-# What the authors do otherwise and no flag gives, by an edit of the script: Adam's epsilon; a λ that is never raised
-# again once it was 0; the Huber loss; a target network whose period is counted in updates online too.
-edited() { # game, what its name ends in, teacher, what sed does
+# The authors' choices that no flag gives, by an edit of the script: Adam's epsilon; a λ that stays 0 once it was 0; the
+# Huber loss, which also halves the TD loss; a target network whose frequency counts updates online as well.
+edited() { # game, suffix of the name, teacher, sed expression
     folder=build/edited$2
     mkdir -p "$folder"
     sed "$4" cleanrl/$torch.py >"$folder/$torch.py"
@@ -66,8 +65,10 @@ edited() { # game, what its name ends in, teacher, what sed does
     small "$1" $torch "$2" "$3" "$taught"
 }
 edited Pong -adam-1.5e-4 $pong 's/fused=True,/eps=1.5e-4, &/'
-edited Breakout -latched $breakout 's/^\( *\)low, high = replay.window$/&\
-\1if 0 in (distill_coefficient, run.state.get("latched")):\
-\1    run.state["latched"] = distill_coefficient = 0/'
+edited Breakout -latched $breakout 's/^\( *\)recent_returns: list.*/&\
+\1latched: bool = False/
+s/^\( *\)low, high = replay.window$/&\
+\1progress.latched |= distill_coefficient == 0\
+\1distill_coefficient *= not progress.latched/'
 edited Pong -huber $pong 's/F.mse_loss/F.smooth_l1_loss/'
 edited Pong -target-updates $pong 's/next_step, args.target_network_frequency/& * args.train_frequency/'

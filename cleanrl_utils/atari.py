@@ -1,54 +1,48 @@
-"""Atari: a vector environment for training and evaluation, and the wrappers that published agents come from."""
+"""Atari: a vector environment for training, evaluation and videos."""
 
+import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from ale_py.env import AtariEnv
 from ale_py.vector_env import AtariVectorEnv
 
-from cleanrl_utils.checks import EmulatorFailure, UserError, require_packages
+from cleanrl_utils.errors import UserError
 
-MAX_FRAMES = 108_000  # 30 minutes of play at 60 frames/s, after which a game is truncated (Machado et al., 2018)
+MAX_FRAMES = 108_000  # 30 minutes at 60 frames/s, after which an episode is truncated (Machado et al., 2018)
 NOOP_MAX = 30
 FRAME_SKIP = 4
 LIST_GAMES = "python -c 'import ale_py, gymnasium; gymnasium.pprint_registry()'"
 
 
 class Step(NamedTuple):
-    """What one step of N environments returns."""
+    """The result of a step of N environments."""
 
-    observation: np.ndarray
-    """uint8 (N, 4, 84, 84), newest frame last"""
-    reward: np.ndarray
-    """int32 (N,), change of the game's score, not clipped"""
-    terminated: np.ndarray
-    """bool (N,), a life was lost or the game is over: the value of what follows is zero"""
-    truncated: np.ndarray
-    """bool (N,), the game was cut off at 108,000 frames"""
-    reset: np.ndarray
-    """bool (N,), the game was over before this step: the action was ignored and the observation starts a new game"""
-    games: list[tuple[int, int]]
-    """(score, length in steps) of every game that these resets closed"""
+    observation: np.ndarray  # uint8 (N, 4, 84, 84), newest frame last
+    reward: np.ndarray  # int32 (N,), not clipped
+    terminated: np.ndarray  # bool (N,), a life was lost or the episode ended: the value of the observation is zero
+    truncated: np.ndarray  # bool (N,), the episode was cut off at 108,000 frames
+    reset: np.ndarray  # bool (N,), the episode had ended: the action was ignored, the observation starts a new one
+    episodes: list[tuple[int, int]]  # (return, length in steps) of each episode in `reset`, in the same order
 
 
 def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> tuple[str, float]:
-    """ale-py's name of the ROM, and the probability of a sticky action, per frame, that an environment id stands for.
+    """Return ale-py's name of the ROM and the probability of a sticky action per frame; UserError for another id.
 
-    Reads ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, for every single-player game that ale-py ships.
-    ``repeat_action_probability`` overrides what the id stands for: 0 for -v4, 0.25 for -v5 (Machado et al., 2018).
-    UserError where the id has another form, or names no single-player Atari game.
+    Args:
+        env_id: ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, of any single-player game that ale-py ships.
+        repeat_action_probability: overrides the id's own: 0 for -v4, 0.25 for -v5 (Machado et al., 2018).
     """
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
         use = "use {Game}NoFrameskip-v4 or ALE/{Game}-v5, e.g. PongNoFrameskip-v4"
         raise UserError(f"--env-id {env_id!r} is no Atari environment that this script knows: {use}")
     try:
-        rom = gym.spec(f"ALE/{match['v5'] or match['v4']}-v5").kwargs["game"]  # where ale-py registers all of them
+        rom = gym.spec(f"ALE/{match['v5'] or match['v4']}-v5").kwargs["game"]
     except gym.error.Error as error:
         raise UserError(f"--env-id {env_id!r} is no single-player game: {error} `{LIST_GAMES}` lists all") from error
     default = 0.25 if match["v5"] else 0.0
@@ -59,37 +53,36 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
 
 
 def available_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def emulator_errors(on_failure: Callable[[EmulatorFailure], None] = lambda failure: None) -> Iterator[None]:
-    """Turns whatever the emulator raises into an EmulatorFailure, with which it first calls ``on_failure``."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        failure = EmulatorFailure(f"the emulator failed ({reason})")
-        failure.__cause__ = error
-        on_failure(failure)
-        raise failure from error
+    """Return the number of CPU cores that this process may use, within its CPU quota and OMP_NUM_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # no quota ("max"), or no control groups of version 2
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = min(cores, math.ceil(quota / period))
+    omp = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(omp)) if omp.isdecimal() and int(omp) > 0 else cores
 
 
 class AtariEnvs:
-    """N copies of one game, emulated in C++ threads, with the preprocessing of Mnih et al. (2015).
+    """N environments of one game, emulated in C++ threads, with the preprocessing of Mnih et al. (2015).
 
-    Grayscale 84×84, every action repeated for 4 frames, maximum over the last two, 4 frames stacked (zeros before the
-    first frame of a game), no-ops for up to 29 frames at the start of a game. A lost life is reported as ``terminated``
-    and the game plays on. At the start of a game and after a lost life FIRE is pressed in place of the next action, as
-    in the wrappers that published agents were trained in: without it an agent can stand still in Breakout forever.
+    Frames are grayscale 84×84, the maximum of the last two; an action is repeated for 4 frames; 4 frames are stacked,
+    zeros before the first of an episode; up to 29 no-ops start an episode. A lost life is reported as ``terminated``
+    and the episode continues. FIRE replaces the first action of an episode and the first after a lost life, as in the
+    wrappers that published agents were trained in: some agents would otherwise stand still in Breakout.
 
-    Emulation overlaps with whatever the caller does between :meth:`send` and :meth:`recv`. Whatever the emulator raises
-    there or in :meth:`reset` becomes an :class:`EmulatorFailure`. Games, no-ops and sticky actions follow from
-    ``seed``; :func:`parse_env_id` says what the others are.
+    Emulation overlaps with the caller's code between :meth:`send` and :meth:`recv`. An ended episode is reset in the
+    next step (gymnasium's NEXT_STEP mode).
+
+    Args:
+        env_id: see :func:`parse_env_id`, also for ``repeat_action_probability``.
+        num_envs: the number N of environments.
+        seed: seed of the no-ops and sticky actions.
+        images: options of ``AtariVectorEnv`` for other observations.
     """
 
-    def __init__(self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None):
+    def __init__(
+        self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None, **images: Any
+    ):
         rom, sticky = parse_env_id(env_id, repeat_action_probability)
         self.num_envs, self.num_threads = num_envs, min(num_envs, available_cores())
         self._envs = AtariVectorEnv(
@@ -100,89 +93,54 @@ class AtariEnvs:
             max_num_frames_per_episode=MAX_FRAMES,
             frameskip=FRAME_SKIP,
             noop_max=NOOP_MAX,
-            use_fire_reset=False,  # for a single frame, in which a sticky action can swallow it; see `send`
-            reward_clipping=False,  # scores are reported unclipped; what learns clips for itself
-            episodic_life=False,  # True would restart the whole game whenever a life is lost
+            use_fire_reset=False,  # it presses FIRE for one frame, which a sticky action can replace; see `send`
+            reward_clipping=False,  # the scripts clip, and log unclipped returns
+            episodic_life=False,  # it would restart the whole game when a life is lost
             life_loss_info=True,
+            **images,
         )
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
         self._seed = seed
-        self.on_failure: Callable[[EmulatorFailure], None] = lambda failure: None
 
-    def reset(self, seed: int | None = None) -> np.ndarray:
-        """Starts a new game in every copy; returns uint8 (N, 4, 84, 84). ``seed`` is in place of the constructor's."""
-        # Those of seed 1 and seed 2 don't overlap, as consecutive ones would.
+    def reset(self, seed: int | tuple[int, ...] | None = None) -> np.ndarray:
+        """Start a new episode in every environment, with another ``seed`` if given; return uint8 (N, 4, 84, 84)."""
+        # Drawn from `seed`, so that the environments of seeds 1 and 2 share none, as consecutive numbers would.
         seeds = np.random.SeedSequence(self._seed if seed is None else seed).generate_state(self.num_envs)
-        with emulator_errors(self.on_failure):
-            observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
-        self._game_start = info["frame_number"] - info["episode_frame_number"]
-        self._score, self._length = np.zeros((2, self.num_envs), np.int64)
+        observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
+        self._episode_start = info["frame_number"] - info["episode_frame_number"]
+        self._return, self._length = np.zeros((2, self.num_envs), np.int64)
         self._press_fire = np.ones(self.num_envs, bool)
         return observation
 
     def send(self, action: np.ndarray) -> np.ndarray:
-        """Starts a step with ``action``; returns the actions really taken, FIRE where it is due. Both int64 (N,)."""
+        """Start a step with ``action``; return the actions taken, FIRE where it replaces one. Both int64 (N,)."""
         if self._fire_action is not None:
             action = np.where(self._press_fire, self._fire_action, action)
-        with emulator_errors(self.on_failure):
-            self._envs.send(action)
+        self._envs.send(action)
         return action
 
     def recv(self) -> Step:
-        """Waits for the step that :meth:`send` started."""
-        with emulator_errors(self.on_failure):
-            observation, reward, terminated, truncated, info = self._envs.recv()
-        # The emulator counts frames since it started and since the game began: the difference moves only at a reset.
-        # Lives do not tell: some games have none, and Q*bert plays on for a moment with none left.
-        game_start = info["frame_number"] - info["episode_frame_number"]
-        reset = game_start != self._game_start
-        self._game_start = game_start
-        games = [(int(self._score[i]), int(self._length[i])) for i in np.flatnonzero(reset)]
-        self._score = np.where(reset, 0, self._score + reward)
+        """Wait for the step that :meth:`send` started and return its result."""
+        observation, reward, terminated, truncated, info = self._envs.recv()
+        # The difference of the two frame counters changes only at a reset. Lives do not tell: some games have none, and
+        # Q*bert continues for a moment with none left.
+        episode_start = info["frame_number"] - info["episode_frame_number"]
+        reset = episode_start != self._episode_start
+        self._episode_start = episode_start
+        episodes = [(int(self._return[i]), int(self._length[i])) for i in np.flatnonzero(reset)]
+        self._return = np.where(reset, 0, self._return + reward)
         self._length = np.where(reset, 0, self._length + 1)
         self._press_fire = terminated | reset
-        return Step(observation, reward, terminated & ~reset, truncated & ~reset, reset, games)
+        return Step(observation, reward, terminated & ~reset, truncated & ~reset, reset, episodes)
 
     def step(self, action: np.ndarray) -> Step:
-        """:meth:`send` and :meth:`recv` in one call."""
+        """Call :meth:`send` and :meth:`recv`."""
         self.send(action)
         return self.recv()
 
     def close(self) -> None:
-        """Ends the emulators' threads and frees their memory."""
+        """End the emulators' threads and free their memory."""
         self._envs.close()
-        del self._envs  # its threads live as long as it does
-
-
-def make_wrapped_env(
-    env_id: str, repeat_action_probability: float | None = None, render_mode: str | None = None
-) -> gym.Env:
-    """One game in stable-baselines3's Atari wrappers, where published teachers were trained.
-
-    Observations are uint8 (4, 84, 84); rewards are not clipped; an episode ends with a life, and ``reset`` then goes on
-    with the same game until ``env.unwrapped.ale.game_over()``. The oracle for :class:`AtariEnvs`: slower, but it can
-    render video.
-    """
-    require_packages("this", "stable_baselines3")
-    from stable_baselines3.common import atari_wrappers as sb3
-
-    rom, sticky = parse_env_id(env_id, repeat_action_probability)
-    env = AtariEnv(
-        rom,
-        frameskip=1,
-        repeat_action_probability=sticky,
-        max_num_frames_per_episode=MAX_FRAMES,
-        render_mode=render_mode,
-    )
-    meanings = env.get_action_meanings()
-    usual = meanings[0] == "NOOP"  # in all games but Backgammon and Video Checkers, which these wrappers refuse
-    if usual:
-        env = sb3.NoopResetEnv(env, NOOP_MAX)
-    env = sb3.MaxAndSkipEnv(env, FRAME_SKIP)
-    env = sb3.EpisodicLifeEnv(env)
-    if usual and "FIRE" in meanings:
-        env = sb3.FireResetEnv(env)
-    env = gym.wrappers.ReshapeObservation(sb3.WarpFrame(env), (84, 84))
-    return gym.wrappers.FrameStackObservation(env, 4)
+        del self._envs  # the threads live as long as this object

@@ -1,148 +1,395 @@
-"""Checkpoint files: a small state, and a replay in segments to which each checkpoint adds the steps that are new.
+"""Checkpoints: save a run, resume it with ``--resume runs/{run_name}``, stop it by a signal.
 
-    checkpoint/
-      000012.state                     everything but the replay, and the names of the segments that belong to it
-      online-800-1300-5f3a90c1.replay  steps 800 to 1299 of the online replay
+    checkpoint/000012.state              everything but the replay buffer, and the names of its segments
+    checkpoint/800-1300-5f3a90c1.replay  a segment: steps 800 to 1299 of the replay buffer
 
-Both are zip files, which keep a checksum of each member: a state holds JSON and what each library makes of its own
-(`torch.save`, flax's msgpack), a segment NumPy arrays (`numpy.savez`). Nothing in them is unpickled but plain tensors,
-so that loading runs no code. Files appear under their names whole and on the disk (`atomic_write`), a state after its
-segments; what no kept state refers to is deleted after that. A kill at any instant therefore leaves the checkpoint
-before, or the new one.
+Both are zip files, which have a checksum for each member. A state holds JSON and the libraries' own formats
+(`torch.save`, flax's msgpack); a segment holds NumPy arrays. Loading runs no code. A file gets its name when all of it
+is on the disk, a state after its segments; files that no kept state refers to are deleted after that. So a kill at any
+instant leaves the checkpoint before or the new one. The newest two are kept.
 """
 
 import contextlib
+import dataclasses
+import fcntl
 import io
 import json
+import os
+import shlex
+import shutil
+import signal
+import stat
 import sys
+import time
+import weakref
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import numpy as np
+import tyro
+from tqdm import tqdm
 
-from cleanrl_utils.checks import UserError
-from cleanrl_utils.tracking import atomic_write, sync_directory
+from cleanrl_utils.checks import check_args
+from cleanrl_utils.errors import UserError, flag, one_line
+from cleanrl_utils.tracking import Writer, atomic_write, make_run_dir, script_of, sync_directory, write_progress
 
-Json = Any
+T = TypeVar("T")
 
-SEGMENT_BYTES = 2**27  # what a segment is split at: reading takes two of them in memory beside the replay
-
-
-class DamagedFile(UserError):
-    """A checkpoint's file is missing, or not what was written."""
-
-
-class NotFinite(Exception):
-    """Something that was learned is NaN or infinite; the message names it."""
-
-
-class Replay(Protocol):
-    """What a checkpoint needs of a script's replay, of either backend."""
-
-    ring: Any
-    """NamedTuple of arrays (length, num_envs, …) on the device; JAX's is replaced, PyTorch's is written to"""
-    length: int
-    """steps that the ring holds of each environment"""
-    steps_added: int
-    """steps added since the replay was made, also those overwritten"""
-    age: np.ndarray
-    """int (num_envs,), steps since each game's reset"""
+MAY_CHANGE = (  # flags that may have another value in a resumed run
+    "resume total_timesteps checkpoint_minutes eval_episodes cuda cuda_graph compile torch_deterministic track "
+    "wandb_project_name wandb_entity capture_video save_model upload_model hf_entity teacher_policy_hf_repo"
+)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
 
-# ==================== parts: what else a checkpoint holds ====================
-# A part is a PyTorch module or optimizer, a generator of NumPy or PyTorch, or a function that returns a tree of JAX's.
-
-
-def leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Names and values of what nested dicts and lists hold."""
-    if isinstance(tree, (dict, list, tuple)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from leaves(value, f"{name} {key}")
-    else:
-        yield name, tree
-
-
-def as_array(value: Any) -> np.ndarray:
-    """An array of NumPy, JAX or PyTorch as one of NumPy."""
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
-
-
-def dump(part: Any, name: str) -> bytes:
-    """The state of a part; NotFinite where it holds NaN or infinity."""
-    if isinstance(part, np.random.Generator):
-        return json.dumps(part.bit_generator.state).encode()
-    if callable(part) and not hasattr(part, "state_dict"):
-        from flax.serialization import msgpack_serialize, to_state_dict
-
-        state = to_state_dict(part())
-        data = msgpack_serialize(state)
-    else:
-        import torch
-
-        state = part.get_state() if hasattr(part, "get_state") else part.state_dict()
-        torch.save(state, file := io.BytesIO())
-        data = file.getvalue()
-    for leaf, value in leaves(state, name):
-        if hasattr(value, "dtype") and not np.isfinite(as_array(value)).all():
-            raise NotFinite(leaf)
-    return data
-
-
-def load(part: Any, data: bytes) -> Any:
-    """Gives a part the state that :func:`dump` returned, or returns it, as JAX's trees are never changed."""
-    if isinstance(part, np.random.Generator):
-        part.bit_generator.state = json.loads(data)
-    elif callable(part) and not hasattr(part, "state_dict"):
-        from flax.serialization import from_state_dict, msgpack_restore
-
-        return from_state_dict(part(), msgpack_restore(data))
-    else:
-        import torch
-
-        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if isinstance(part, torch.optim.Optimizer):  # its settings come from flags and device
-            state["param_groups"] = part.state_dict()["param_groups"]
-        if not isinstance(part, torch.Generator):
-            part.load_state_dict(state)
-        elif state.shape == part.get_state().shape:  # else it is one of another kind of device
-            part.set_state(state)
-    return None
-
-
-# ==================== files ====================
-
-
-class Segment(NamedTuple):
-    """Steps ``[low, high)`` of a replay, in one file, whose name no other segment ever gets."""
-
+class Segment(NamedTuple):  # steps [low, high) of a replay buffer in a file, whose name is unique
     file: str
     low: int
     high: int
 
 
+def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
+    """Return the flags of the command line, with ``--resume`` those of the run; a UserError if they contradict it."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = tyro.cli(args_class, args=argv)
+    if args.resume is None:
+        return args
+    state = load_checkpoint(Path(args.resume), script_of(args).stem)[1]
+    # A directory that somebody else made does not decide what is uploaded, or where to.
+    flags = state["flags"] | {"upload_model": False, "hf_entity": "", "resume": None}
+    if flags.keys() != {field.name for field in dataclasses.fields(args_class)}:
+        raise UserError(f"--resume {args.resume}: the run was started by a version of this script with other flags")
+    saved = args_class(**flags)
+    # Now every difference was given on the command line.
+    args = check_args(tyro.cli(args_class, default=saved, args=argv))
+    may_change = MAY_CHANGE.split() + ["buffer_size"] * (state["progress"].get("online_step") == 0)  # not yet made
+    for name, was in flags.items():
+        if getattr(args, name) != was and name not in may_change:
+            found = f"{flag(name)} is {getattr(args, name)} and {args.resume} was started with {was}"
+            raise UserError(f"{found}; leave the flag out, or start a new run without --resume")
+    return args
+
+
+class Checkpoint:
+    """The checkpoints of a run, and its stop by a signal. With `checkpoint_minutes` 0 there is neither.
+
+    A checkpoint holds a dataclass of JSON values, *progress*; a dict of *modules*, which are PyTorch modules,
+    optimizers and generators, NumPy generators, the TensorBoard :class:`Writer` and trees of JAX arrays; and a replay
+    buffer with ``ring``, ``length``, ``steps_added`` and ``age`` as in the scripts.
+
+    Args:
+        args: the flags of the run; with ``resume`` its newest checkpoint is read, otherwise ``run_dir`` is made.
+
+    Raises:
+        UserError: the directory can't be made; another process runs the run; or no checkpoint of it can be read.
+    """
+
+    def __init__(self, args: Any):
+        self.args, self.run_dir = args, make_run_dir(args) if args.resume is None else Path(args.resume)
+        self.directory = self.run_dir / "checkpoint"
+        self._lock: int | None = lock_directory(self.run_dir)
+        self._number = 0
+        self._kept: list[set[str]] = []  # files of the newest checkpoint and of the one before
+        self._segments: list[Segment] = []
+        self._saved_replay: Any = lambda: None  # a weak reference to the replay buffer that the segments are of
+        self._loaded: dict[str, Any] | None = None
+        if args.resume is not None:
+            self._number, self._loaded, self._parts = load_checkpoint(self.run_dir, script_of(args).stem, True)
+            self._segments = [Segment(*segment) for segment in self._loaded["segments"]]
+            of_newest = {f"{self._number:06d}.state", *(segment.file for segment in self._segments)}
+            self._kept = [of_newest, {path.name for path in self.directory.iterdir()}]
+            print(f"resuming {self.run_dir}", flush=True)
+        self._last_save = time.monotonic()
+        self._signal: signal.Signals | None = None
+        self._handlers: dict[int, Any] = {}
+        for number in SIGNALS if args.checkpoint_minutes else ():
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def restore(self, progress: T, modules: dict[str, Any]) -> T:
+        """Restore the modules of a resumed run in place, JAX trees in the dict; return its progress."""
+        if self._loaded is None:
+            return progress
+        with self._resume_errors("the checkpoint does not fit this script"):
+            for name, module in modules.items():
+                was, now = self._loaded["parts"][name], type(module).__name__
+                if was != now:
+                    raise ValueError(f"{name} was {was}, now it is {now}")
+                modules[name] = load(module, self._parts[name])
+            return type(progress)(**self._loaded["progress"])
+
+    def restore_replay(self, replay: Any) -> None:
+        """Fill ``replay`` with the replay buffer of the checkpoint; raise a UserError if it has none that fits."""
+        with self._resume_errors("the replay buffer can't be restored"):
+            if self._loaded["replay"] is None:
+                raise ValueError("it was deleted at the end of the training: leave --total-timesteps out")
+            for segment in self._segments:  # in this order: later steps take the slots of earlier ones
+                members = read_zip(self.directory / segment.file, [f"{name}.npy" for name in replay.ring._fields])
+                arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
+                write_ring(replay, segment.low % replay.length, arrays)
+            replay.steps_added = self._loaded["replay"]["steps_added"]
+            replay.age = np.array(self._loaded["replay"]["age"], np.int32)
+        # The newest step may still change (`Replay.truncate_episodes`), so its segment is written again.
+        self._segments, self._saved_replay = self._segments[:-1], weakref.ref(replay)
+
+    def save(self, progress: Any, modules: dict[str, Any], replay: Any = None) -> None:
+        """Write a checkpoint, of ``replay`` only the steps since the last one.
+
+        Raises:
+            UserError: a module holds NaN or infinity, which is never saved; or the disk is full.
+        """
+        try:
+            parts = {name: dump(module, name) for name, module in modules.items()}
+            if self.args.checkpoint_minutes:
+                self._write(progress, modules, parts, replay)
+        except OSError as error:
+            self.close()
+            what = f"a checkpoint can't be written to {self.directory} ({error.strerror or error})"
+            raise UserError(f"{what}; make room, then {self._how_to_resume()}") from error
+        except NotFinite as error:
+            self.close()
+            what = f"{error} is NaN or infinite, so that the training has diverged"
+            raise UserError(f"{what}; lower --learning-rate in a new run, or {self._how_to_resume()}") from error
+        self._last_save = time.monotonic()
+
+    def save_if_due(self, progress: Any, modules: dict[str, Any], replay: Any = None) -> None:
+        """Save, if `checkpoint_minutes` are over or a signal came; after a signal, exit with 128 + its number."""
+        minutes = self.args.checkpoint_minutes
+        if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
+            self.save(progress, modules, replay)
+            self.exit_if_told()
+
+    def exit_if_told(self) -> None:
+        """Exit with 128 + its number if a signal came. What was not saved before is done again when resuming."""
+        if self._signal:
+            tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
+            sys.stdout.flush()
+            self.close()
+            sys.exit(128 + self._signal)
+
+    def finish(self) -> None:
+        """End the run: delete its checkpoints, note in ``progress.json`` that it is finished, and close."""
+        path = self.run_dir / "progress.json"
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        write_progress(self.run_dir, fields | {"finished": True})
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        """Release the run directory and restore the signal handlers."""
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextlib.contextmanager
+    def _resume_errors(self, what: str) -> Iterator[None]:
+        """Turn an exception of any kind into a UserError: the files may be from another version of the script."""
+        try:
+            yield
+        except Exception as error:
+            remedy = "resume it with the script and packages that started it"
+            raise UserError(f"--resume {self.run_dir}: {what} ({one_line(error)}); {remedy}") from error
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._signal is None:  # a further signal changes nothing, least of all a checkpoint that is being written
+            self._signal = signal.Signals(number)
+            # tqdm and print are not reentrant, and the signal may have interrupted one of them.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self._signal.name}: saving\n".encode())
+
+    def _how_to_resume(self) -> str:
+        if not self._kept:
+            return "start it again, as it has no checkpoint yet"
+        script = os.path.relpath(script_of(self.args))
+        return f"resume with: {shlex.join(['python', script, '--resume', str(self.run_dir)])}"
+
+    def _write(self, progress: Any, modules: dict[str, Any], parts: dict[str, bytes], replay: Any) -> None:
+        if not self.directory.is_dir():
+            self.directory.mkdir()
+            sync_directory(self.run_dir)
+        segments: list[Segment] = []
+        try:
+            if replay is not None:
+                oldest = max(replay.steps_added - replay.length, 0)
+                if replay is self._saved_replay():
+                    segments = [segment for segment in self._segments if segment.high > oldest]
+                while (step := segments[-1].high if segments else oldest) < replay.steps_added:
+                    segments.append(self._write_segment(replay, step))
+            state = {"script": script_of(self.args).stem, "segments": segments, "replay": None}
+            state |= {"flags": dataclasses.asdict(self.args), "progress": dataclasses.asdict(progress)}
+            state["parts"] = {name: type(module).__name__ for name, module in modules.items()}
+            if replay is not None:
+                members = [f"{name}.npy" for name in replay.ring._fields]
+                state["replay"] = {"steps_added": replay.steps_added, "age": replay.age.tolist(), "members": members}
+            name = f"{self._number + 1:06d}.state"
+            with atomic_write(self.directory / name) as file, zipfile.ZipFile(file, "w") as archive:
+                archive.writestr("state.json", json.dumps(state))
+                for part, data in parts.items():
+                    archive.writestr(part, data)
+            self._number, self._segments = self._number + 1, segments
+            self._saved_replay = (lambda: None) if replay is None else weakref.ref(replay)
+            self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
+        finally:
+            for path in self.directory.iterdir():
+                if not any(path.name in files for files in self._kept):
+                    with contextlib.suppress(OSError):  # a folder such as lost+found; or tried again next time
+                        path.unlink()
+
+    def _write_segment(self, replay: Any, step: int) -> Segment:
+        """Write the steps from ``step`` on: as many as a segment may hold, none beyond the end of the ring."""
+        slot = step % replay.length
+        step_bytes = sum(array.nbytes // replay.length for array in replay.ring)
+        steps = min(replay.steps_added - step, replay.length - slot, max(1, SEGMENT_BYTES // step_bytes))
+        segment = Segment(f"{step}-{step + steps}-{uuid4().hex[:8]}.replay", step, step + steps)
+        arrays = {key: read_ring(array, slot, slot + steps) for key, array in replay.ring._asdict().items()}
+        with atomic_write(self.directory / segment.file) as file:
+            np.savez(file, allow_pickle=False, **arrays)
+        return segment
+
+
+# ==================== reading ====================
+
+
+class DamagedFile(Exception):
+    """A file of a checkpoint is missing or damaged."""
+
+
+def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> tuple[int, dict[str, Any], dict]:
+    """Return number, state and serialised modules of the newest undamaged checkpoint; UserError if there is none.
+
+    With ``check_replay`` the replay buffer is read as well, and a damaged checkpoint gives a warning.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
+    for path in run_dir.rglob("*"):
+        kind = path.lstat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise UserError(f"--resume {run_dir}: {path} is a link or a special file; a run has plain files only")
+    problems = []
+    for path in sorted((run_dir / "checkpoint").glob("*.state"), reverse=True):
+        try:
+            state = json.loads(read_zip(path, ["state.json"])["state.json"])
+            parts = read_zip(path, list(state["parts"]))
+            for file, low, high in state["segments"]:
+                if Path(file).name != file or not 0 <= low < high:
+                    raise DamagedFile(f"{path.name} names the segment {file!r:.60}")
+                if check_replay:
+                    read_zip(path.parent / file, state["replay"]["members"])
+            number, found = int(path.stem), str(state["script"])
+            state["flags"], state["progress"] = dict(state["flags"]), dict(state["progress"])
+        except (DamagedFile, LookupError, TypeError, ValueError, AttributeError) as error:
+            problems.append(f"{path.name}: {one_line(error)}")
+            if check_replay:
+                print(f"WARNING: {path} is damaged ({error}); trying the checkpoint before", file=sys.stderr)
+            continue
+        if found != script:
+            raise UserError(f"--resume {run_dir} is a run of {found}.py; resume it with that script")
+        return number, state, parts
+    if problems:
+        what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"
+        raise UserError(f"{what}; restore the directory from a backup, or start a new run")
+    raise UserError(f"there is no checkpoint in {run_dir}: this run is finished, or has not saved one yet")
+
+
+def lock_directory(path: Path) -> int:
+    """Lock a directory; return the file descriptor that holds the lock. UserError if another process holds it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        reason = "this run is still running in another process; stop that one first"
+        raise UserError(f"--resume {path}: {reason}") from error
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Members of a zip file by name; DamagedFile where it, or one of them, is missing or not what was written."""
+    """Read members of a zip file; raise DamagedFile if it or one of them is missing, or has another checksum."""
     try:
         with zipfile.ZipFile(path) as file:
-            return {name: file.read(name) for name in members}  # which compares their checksums
-    except Exception as error:  # of the system, BadZipFile, and whatever else a damaged directory of it leads to
+            return {name: file.read(name) for name in members}
+    except Exception as error:  # OSError, BadZipFile, and many kinds where its directory is damaged
         raise DamagedFile(f"{path.name} can't be read: {error}") from error
 
 
+# ==================== modules and arrays of both libraries ====================
+
+
+class NotFinite(Exception):
+    """A module holds NaN or infinity; the message names the array."""
+
+
+def dump(module: Any, name: str) -> bytes:
+    """Serialise the state of a module; raise NotFinite if it has a weight that is NaN or infinite."""
+    if isinstance(module, np.random.Generator):
+        return json.dumps(module.bit_generator.state).encode()
+    if isinstance(module, Writer):
+        return json.dumps(module.state_dict()).encode()
+    if hasattr(module, "state_dict") or hasattr(module, "get_state"):
+        import torch
+
+        state = module.get_state() if hasattr(module, "get_state") else module.state_dict()
+        for key, value in state.items() if isinstance(module, torch.nn.Module) else ():
+            if not torch.isfinite(value).all():
+                raise NotFinite(f"{name} {key}")
+        torch.save(state, file := io.BytesIO())
+        return file.getvalue()
+    import jax
+    from flax.serialization import msgpack_serialize, to_state_dict
+
+    for path, leaf in jax.tree.leaves_with_path(module):
+        if not np.isfinite(leaf).all():
+            raise NotFinite(f"{name}{jax.tree_util.keystr(path)}")
+    return msgpack_serialize(to_state_dict(module))
+
+
+def load(module: Any, data: bytes) -> Any:
+    """Restore the state that :func:`dump` serialised; return the module, of JAX a new tree."""
+    if isinstance(module, np.random.Generator):
+        module.bit_generator.state = json.loads(data)
+    elif isinstance(module, Writer):
+        module.load_state_dict(json.loads(data))
+    elif hasattr(module, "state_dict") or hasattr(module, "get_state"):
+        import torch
+
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        if isinstance(module, torch.optim.Optimizer):  # its settings follow from flags and device
+            state["param_groups"] = module.state_dict()["param_groups"]
+        if not isinstance(module, torch.Generator):
+            module.load_state_dict(state)
+        elif state.shape == module.get_state().shape:  # otherwise it is of another kind of device
+            module.set_state(state)
+    else:
+        import jax
+        from flax.serialization import from_state_dict, msgpack_restore
+
+        tree = from_state_dict(module, msgpack_restore(data))
+        for old, new in zip(jax.tree.leaves(module), jax.tree.leaves(tree), strict=True):
+            if old.shape != new.shape:
+                raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
+        return tree
+    return module
+
+
 def read_ring(array: Any, low: int, high: int) -> np.ndarray:
-    """Slots ``[low, high)`` of an array of PyTorch or JAX."""
+    """Return slots ``[low, high)`` of an array of PyTorch or JAX."""
     if hasattr(array, "cpu"):
         return array[low:high].cpu().numpy()
-    from jax.lax import dynamic_slice_in_dim  # compiled once for each number of slots, indexing for every place
+    from jax.lax import dynamic_slice_in_dim  # compiled once for each number of slots; an index would be for each place
 
     return np.asarray(dynamic_slice_in_dim(array, low, high - low))
 
 
-def write_ring(replay: Replay, low: int, values: Any) -> None:
-    """Puts arrays (steps, num_envs, …), in a NamedTuple like the ring's, into its slots from ``low`` on."""
+def write_ring(replay: Any, low: int, values: Sequence[np.ndarray]) -> None:
+    """Write arrays (steps, num_envs, …), one for each of the ring, to its slots from ``low`` on."""
     if hasattr(replay.ring[0], "copy_"):
         import torch
 
@@ -151,119 +398,7 @@ def write_ring(replay: Replay, low: int, values: Any) -> None:
     else:
         import jax
 
-        # Donated: no array is to exist twice. Of a function that stays the same, jit compiles once for all segments.
+        # Donated, so that no array exists twice.
         write = jax.jit(jax.lax.dynamic_update_slice_in_dim, donate_argnums=0, static_argnums=3)
         pairs = zip(replay.ring, values, strict=True)
         replay.ring = type(replay.ring)(*(write(array, value, low, 0) for array, value in pairs))
-
-
-class CheckpointStore:
-    """The checkpoints in a directory: the newest and the one before."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self._number = 0
-        self._kept: list[set[str]] = []  # the files of the newest checkpoint and of the one before
-        self._replay_name = ""
-        self._segments: list[Segment] = []
-
-    def save(self, state: Json, parts: dict[str, bytes], replay: Replay | None = None, replay_name: str = "") -> None:
-        """Writes a checkpoint: ``state``, ``parts``, and the steps of ``replay`` that the one before does not have.
-
-        OSError where it can't be written: those that there were are as they were, and saving can be tried again.
-        """
-        segments = []
-        try:
-            if not self.directory.is_dir():
-                self.directory.mkdir()
-                sync_directory(self.directory.parent)
-            if replay is not None:
-                oldest = replay.steps_added - replay.length
-                if replay_name == self._replay_name:
-                    segments = [segment for segment in self._segments if segment.high > oldest]
-                step = max(segments[-1].high if segments else 0, oldest, 0)
-                while step < replay.steps_added:
-                    segments.append(self._write_segment(replay, replay_name, step))
-                    step = segments[-1].high
-            state = {"run": state, "parts": list(parts), "replay": None, "segments": segments}
-            if replay is not None:
-                state["replay"] = {"name": replay_name, "steps_added": replay.steps_added, "age": replay.age.tolist()}
-                state["replay"]["members"] = [f"{name}.npy" for name in replay.ring._fields]
-            name = f"{self._number + 1:06d}.state"
-            with atomic_write(self.directory / name) as file, zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("state.json", json.dumps(state))
-                for part, data in parts.items():
-                    archive.writestr(part, data)
-            self._number, self._replay_name, self._segments = self._number + 1, replay_name, segments
-            self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
-        finally:
-            self._collect()
-
-    def _write_segment(self, replay: Replay, name: str, step: int) -> Segment:
-        """Writes the steps from ``step`` on: as many as one file may have, none beyond the end of the ring."""
-        slot = step % replay.length
-        step_bytes = sum(array.nbytes // replay.length for array in replay.ring)
-        steps = min(replay.steps_added - step, replay.length - slot, max(1, SEGMENT_BYTES // step_bytes))
-        segment = Segment(f"{name}-{step}-{step + steps}-{uuid4().hex[:8]}.replay", step, step + steps)
-        arrays = {key: read_ring(array, slot, slot + steps) for key, array in replay.ring._asdict().items()}
-        with atomic_write(self.directory / segment.file) as file:
-            np.savez(file, allow_pickle=False, **arrays)
-        return segment
-
-    def _collect(self) -> None:
-        """Deletes what belongs to no checkpoint that is kept."""
-        with contextlib.suppress(OSError):  # tried again after the next checkpoint
-            for name in {path.name for path in self.directory.iterdir()}.difference(*self._kept):
-                (self.directory / name).unlink()
-
-    @property
-    def newest(self) -> Path | None:
-        """The state of the newest checkpoint."""
-        return self.directory / f"{self._number:06d}.state" if self._kept else None
-
-    def load(self, with_replay: bool = True) -> tuple[Json, dict[str, bytes]]:
-        """State and parts of the newest checkpoint that is whole; UserError where there is none.
-
-        ``with_replay`` it also reads the replay to its end, and says so when the newest one is damaged.
-        """
-        found = sorted((path.name for path in self.directory.glob("*.state")), reverse=True)
-        problems = []
-        for name in found:
-            try:
-                state = json.loads(read_zip(self.directory / name, ["state.json"])["state.json"])
-                parts = read_zip(self.directory / name, state["parts"])
-                segments = [Segment(*segment) for segment in state["segments"]]
-                for segment in segments if with_replay else []:
-                    read_zip(self.directory / segment.file, state["replay"]["members"])
-            except DamagedFile as error:
-                problems.append(str(error))
-                if with_replay:
-                    print(f"WARNING: {error}; trying the checkpoint before", file=sys.stderr)
-                continue
-            self._number, self._segments, self._replay_state = int(name[:6]), segments, state["replay"]
-            self._replay_name = state["replay"]["name"] if state["replay"] else ""
-            others = {path.name for path in self.directory.iterdir()}  # they stay until there is a newer one
-            self._kept = [{name, *(segment.file for segment in segments)}, others]
-            return state["run"], parts
-        if problems:
-            raise UserError(
-                f"no checkpoint in {self.directory} is whole ({'; '.join(problems)}); restore the directory from a "
-                "backup, or start the run anew"
-            )
-        raise UserError(f"there is no checkpoint in {self.directory}: this run is finished, or has written none yet")
-
-    def load_replay(self, replay: Replay, name: str) -> None:
-        """Fills ``replay`` with what the loaded checkpoint has of the replay ``name``, if anything.
-
-        DamagedFile where a segment has changed since :meth:`load`.
-        """
-        if name != self._replay_name:
-            return
-        for segment in self._segments:  # in order: later steps take the slots of earlier ones
-            members = read_zip(self.directory / segment.file, [f"{name}.npy" for name in replay.ring._fields])
-            arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
-            write_ring(replay, segment.low % replay.length, type(replay.ring)(*arrays))
-        # The newest step may still change (`Replay.end_games`), so the segment that it lies in is to be written again.
-        self._segments = self._segments[:-1]
-        replay.steps_added = self._replay_state["steps_added"]
-        replay.age = np.array(self._replay_state["age"], np.int32)

@@ -1,139 +1,115 @@
-"""Play whole games: scores are unclipped, all lives, one game per environment."""
+"""Evaluation: play whole episodes, film one, print the table at the end of a run."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from cleanrl_utils.atari import AtariEnvs, emulator_errors, make_wrapped_env
+from cleanrl_utils.atari import AtariEnvs
+from cleanrl_utils.errors import one_line
+from cleanrl_utils.tracking import video_dir
 
 QFunction = Callable[[np.ndarray], np.ndarray]
-"""uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values"""
+"""maps uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values"""
 
-MAX_PARALLEL_GAMES = 64
+MAX_PARALLEL_EPISODES = 64
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-    """The action of largest Q-value, or with probability ``epsilon`` any action; int64 (B,) from float (B, A)."""
+    """Return the action of largest Q-value, or with probability ``epsilon`` a random one; int64 (B,) from (B, A)."""
     batch, num_actions = q_values.shape
     random = rng.integers(0, num_actions, batch)
     return np.where(rng.random(batch) < epsilon, random, q_values.argmax(axis=1))
 
 
-def play_games(
+def play_episodes(
+    name: str,
     q_function: QFunction | None,
-    env_id: str,
     episodes: int,
-    epsilon: float,
-    seed: int,
-    repeat_action_probability: float | None = None,
-    description: str = "evaluation",
+    args: Any,
+    run_dir: Path,
     between: Callable[[], None] = lambda: None,
-) -> np.ndarray:
-    """Scores of ``episodes`` whole games played ε-greedily, float64 (episodes,).
+) -> list[float]:
+    """Play whole episodes ε-greedily, print the mean of their unclipped returns, and return them.
 
-    Every game has an environment of its own and counts whenever it ends. Were the first ``episodes`` games to finish
-    counted instead, short games would be over-represented. The same seed gives the same games. EmulatorFailure where a
-    game can't go on.
+    Each episode has an environment of its own and counts whenever it ends. If the first ``episodes`` to end counted
+    instead, short episodes would be over-represented. The same seed gives the same episodes.
 
     Args:
-        q_function: the player; None plays at random.
-        env_id: see :func:`cleanrl_utils.atari.parse_env_id`, also for ``repeat_action_probability``.
-        description: what the progress bar says.
-        between: called before every step; may raise.
+        name: the name of the evaluation, for the output and the video.
+        q_function: the Q-function that acts; None is the random policy.
+        args: flags with ``env_id``, ``repeat_action_probability``, ``end_e`` (the ε), ``seed`` and ``capture_video``.
+        run_dir: with ``args.capture_video`` one more episode is filmed to :func:`video_dir` of it.
+        between: called before every step; may raise to stop.
     """
+    seed = args.seed + 1000  # other episodes than those of the training
     rng = np.random.default_rng(seed)
-    scores: list[int] = []
-    with tqdm(total=episodes, desc=description, unit="game", leave=False, disable=None) as bar:  # only on a terminal
-        while len(scores) < episodes:
-            num_envs = min(MAX_PARALLEL_GAMES, episodes - len(scores))
-            envs = AtariEnvs(env_id, num_envs, seed + len(scores), repeat_action_probability)
+    returns: list[float] = []
+    with tqdm(total=episodes, desc=name, unit="episode", leave=False, disable=None) as bar:  # only on a terminal
+        while len(returns) < episodes:
+            between()
+            num_envs = min(MAX_PARALLEL_EPISODES, episodes - len(returns))
+            envs = AtariEnvs(args.env_id, num_envs, seed + len(returns), args.repeat_action_probability)
             observation = envs.reset()
             playing = np.ones(num_envs, bool)
-            wave = np.zeros(num_envs, np.int64)
+            ended = np.zeros(num_envs)
             while playing.any():
                 between()
                 action = np.zeros(num_envs, np.int64)
                 if q_function is None:
                     action[playing] = rng.integers(0, envs.num_actions, playing.sum())
                 else:
-                    action[playing] = epsilon_greedy(q_function(observation[playing]), epsilon, rng)
+                    # JAX compiles for each batch size, so that the batch is padded to 1, 2, 4, 8, 16, 24, … of them.
+                    rows = np.flatnonzero(playing)
+                    size = -(-len(rows) // 8) * 8 if len(rows) > 4 else 1 << (len(rows) - 1).bit_length()
+                    q_values = np.asarray(q_function(observation[np.resize(rows, size)]))[: len(rows)]
+                    action[playing] = epsilon_greedy(q_values, args.end_e, rng)
                 step = envs.step(action)
                 observation = step.observation
-                for i, (score, _) in zip(np.flatnonzero(step.reset), step.games, strict=True):
+                for i, (episodic_return, _) in zip(np.flatnonzero(step.reset), step.episodes, strict=True):
                     if playing[i]:
-                        wave[i], playing[i] = score, False
+                        ended[i], playing[i] = episodic_return, False
                         bar.update()
             envs.close()
-            scores.extend(wave)
-            bar.set_postfix_str(f"mean return {np.mean(scores):.1f}")
-    return np.array(scores, np.float64)
+            returns.extend(ended.tolist())
+    tqdm.write(f"{name}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes")
+    if args.capture_video and q_function is not None:
+        film_episode(q_function, video_dir(run_dir) / f"{name.replace(' ', '-')}.mp4", args, between)
+    return returns
 
 
-def play_wrapped_game(
-    q_function: QFunction,
-    env_id: str,
-    epsilon: float,
-    seed: int,
-    repeat_action_probability: float | None = None,
-    video: Path | None = None,
-    between: Callable[[], None] = lambda: None,
-) -> float:
-    """Score of one whole game in the stable-baselines3 wrappers; written as an mp4 file when ``video`` names one.
+def film_episode(q_function: QFunction, path: Path, args: Any, between: Callable[[], None] = lambda: None) -> float:
+    """Play one episode, film it to the mp4 file ``path`` and return its return.
 
-    The other arguments are those of :func:`play_games`, and so is what it raises.
+    The other arguments are those of :func:`play_episodes`. A video that can't be written costs a warning only.
     """
-    rng = np.random.default_rng(seed)
-    env = make_wrapped_env(env_id, repeat_action_probability, render_mode="rgb_array" if video else None)
-    writer = None
-    if video:
-        from imageio import get_writer
+    from imageio import get_writer
 
-        video.parent.mkdir(parents=True, exist_ok=True)
-        # One picture per agent step, at the speed of the game. Frames go to the encoder one by one: a whole game of
-        # them would take gigabytes.
-        writer = get_writer(video, fps=15, macro_block_size=2)
-    score = 0.0
-    ale = env.unwrapped.ale
-    with emulator_errors():
-        observation, _ = env.reset(seed=seed)
-    while True:
-        between()
-        action = epsilon_greedy(q_function(np.asarray(observation)[None]), epsilon, rng)
-        with emulator_errors():
-            observation, reward, terminated, _, _ = env.step(int(action[0]))
-        score += float(reward)
-        if writer:
-            writer.append_data(env.render())
-        if ale.game_over():  # or cut off
-            break
-        if terminated:  # a life, not the game
-            frame = ale.getEpisodeFrameNumber()
-            with emulator_errors():
-                observation, _ = env.reset()
-            if ale.getEpisodeFrameNumber() < frame:  # the wrappers play on a little, and that ended the game
-                break
-    if writer:
-        writer.close()
-    env.close()
-    return score
+    rng = np.random.default_rng(args.seed)
+    game = args.env_id, 1, args.seed, args.repeat_action_probability
+    envs = AtariEnvs(*game)
+    camera = AtariEnvs(*game, grayscale=False, img_height=210, img_width=160, stack_num=1)  # the same episode in colour
+    observation, image, episodes = envs.reset(), camera.reset(), []
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with get_writer(path, fps=15, macro_block_size=2) as writer:  # 15 steps are a second of the game
+            while not episodes:
+                between()
+                writer.append_data(image[0, 0])
+                action = epsilon_greedy(np.asarray(q_function(observation)), args.end_e, rng)
+                image, (observation, *_, episodes) = camera.step(action).observation, envs.step(action)
+    except OSError as error:  # also what a broken ffmpeg raises
+        tqdm.write(f"WARNING: the video {path} can't be written ({one_line(error)}); training continues without it")
+    return episodes[0][0] if episodes else np.nan
 
 
-def print_summary(results: dict[str, np.ndarray], env_id: str, epsilon: float) -> None:
-    """Prints mean ± standard deviation of all evaluations, and the part of the way from random to teacher."""
-    random, teacher = results["random"].mean(), results["teacher"].mean()
-    print(f"\n{env_id}, games at epsilon {epsilon}")
-    print(f"{'':<18}{'return':>8}{'':>12}of the way from random to teacher")
-    for name, returns in results.items():
-        way = f"{(returns.mean() - random) / (teacher - random):.0%}" if teacher != random else "-"
-        print(f"  {name:<16}{returns.mean():8.1f} ± {returns.std():5.1f}{way:>10}")
-
-
-def warn_of_weak_teacher(teacher_return: float, random_return: float, env_id: str) -> None:
-    """Prints a warning if the teacher plays no better than random."""
-    if teacher_return <= random_return:
-        print(
-            f"WARNING: the teacher ({teacher_return:.1f}) plays no better than random ({random_return:.1f}): is it a "
-            f"teacher of {env_id}?"
-        )
+def print_summary(evaluations: dict[str, list[float]], env_id: str, epsilon: float) -> None:
+    """Print mean ± standard deviation of all evaluations, normalised to random policy = 0 % and teacher = 100 %."""
+    random, teacher = np.mean(evaluations["random"]), np.mean(evaluations["teacher"])
+    print(f"\n{env_id}, episodes at epsilon {epsilon}")
+    print(f"{'':<18}{'return':>8}{'':>8}random = 0 %, teacher = 100 %")
+    for name, returns in evaluations.items():
+        share = f"{(np.mean(returns) - random) / (teacher - random):.0%}" if teacher > random else "-"
+        print(f"  {name:<16}{np.mean(returns):8.1f} ± {np.std(returns):5.1f}{share:>10}")

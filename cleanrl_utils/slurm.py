@@ -1,139 +1,114 @@
-"""The runs of a benchmark as a job array on Slurm, through submitit."""
+"""Benchmark runs as a Slurm job array, submitted with submitit."""
 
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import submitit
 
-from cleanrl_utils.benchmark import LOGS, SUBMITTED_AS, Job, make_console, table
-from cleanrl_utils.checks import UserError
+from cleanrl_utils.errors import UserError
+from cleanrl_utils.jobs import LOGS, Job
 
 
 class Task(submitit.helpers.Checkpointable):
-    """What one job of the array does: a run, from where it stands.
+    """Run one job of the array.
 
-    Before its time is up, and where the cluster says so before it preempts, Slurm sends SIGUSR2; submitit then calls
-    :meth:`checkpoint` and queues the job again.
-
-    Args:
-        job: the run.
-        minutes: the job's time limit.
-        notice: seconds before that at which the signal comes.
+    Slurm sends SIGUSR2 `notice` seconds before the time limit. submitit then calls `checkpoint` and requeues the job.
     """
 
-    def __init__(self, job: Job, minutes: int, notice: int):
-        self.job, self.minutes, self.notice, self.started = job, minutes, notice, time.monotonic()
+    def __init__(self, job: Job, notice: int):
+        self.job, self.notice, self.started = job, notice, 0.0
 
     def __call__(self) -> str:
+        """Run the job until its script exits and return its state."""
         job, self.started = self.job, time.monotonic()
-        while True:
-            job.start()
-            if job.process:
-                os.waitid(os.P_PID, job.process.pid, os.WEXITED | os.WNOWAIT)
-                # Nothing is left to be saved: a signal from here on would only break off what follows.
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
-                code = job.end()
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
-            if job.state != "elsewhere":
-                break
+        job.start()
+        while job.state == "elsewhere":
             time.sleep(5)
-        # A preemption that is announced by SIGTERM alone goes to the script too. So does scancel, but it ends the job.
-        if job.state == "stopped" and code and own_state() == "RUNNING":
-            subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=True)
-        elif job.state == "failed":
+            job.start()
+        if job.process:
+            # Popen.wait would hold a lock that checkpoint needs, which interrupts this line.
+            os.waitid(os.P_PID, job.process.pid, os.WEXITED | os.WNOWAIT)
+            job.finish()
+        if job.state == "failed":
             raise RuntimeError(f"{job} failed; {job.log} ends with:\n{job.last_lines()}")
+        # Some clusters announce a preemption with SIGTERM alone. scancel sends it too, but then the job is not running.
+        if job.state == "stopped" and queue().get(job.slurm_id) == "RUNNING":
+            subprocess.run(["scontrol", "requeue", job.slurm_id], check=True)
         return job.state
 
     def checkpoint(self) -> submitit.helpers.DelayedSubmission | None:
-        """Stops the run, which saves; returns what to go on with, or None if it would begin anew for ever."""
+        """Stop the run, which saves a checkpoint, and return this task for the queue."""
         job = self.job
         if job.process:
             job.stop()
-            deadline = time.monotonic() + 0.8 * self.notice
-            while os.waitid(os.P_PID, job.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                if time.monotonic() > deadline:
-                    job.kill()
-                time.sleep(0.2)
-            job.end()
-            job.judge()
-            if job.state == "to do" and time.monotonic() - self.started > 15 * self.minutes:
-                job.note("failed: no checkpoint was written in all of --slurm-time, give it more")
+            try:
+                job.process.wait(0.8 * self.notice)
+            except subprocess.TimeoutExpired:
+                job.kill()
+            job.finish()
+            job.read_state()
+            # A script that cannot resume would start from the beginning after every time limit.
+            if job.state == "pending" and time.monotonic() - self.started > self.notice:
+                job.note("failed: no checkpoint was saved within --slurm-time; increase it")
                 return None
-        return submitit.helpers.DelayedSubmission(Task(replace(job, process=None), self.minutes, self.notice))
+        return submitit.helpers.DelayedSubmission(self)
 
 
-def own_state() -> str:
-    """What Slurm calls the state of the job that this is."""
-    return next(iter(slurm_states("--jobs", os.environ["SLURM_JOB_ID"]).values()), "GONE")
+def queue() -> dict[str, str]:
+    """Return the state of the user's queued and running jobs by their ids; UserError where squeue fails."""
+    command = ["squeue", "--noheader", "--array", "--me", "--format=%i %T"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise UserError(f"squeue failed ({' '.join(result.stderr.split())}); try again when Slurm answers")
+    return dict(line.split() for line in result.stdout.splitlines())
 
 
-def slurm_states(*selection: str) -> dict[str, str]:
-    """The states of jobs that are queued or running, by their ids; the jobs of an array have an id each.
-
-    Raises:
-        UserError: Slurm does not answer.
-    """
-    command = ["squeue", "--noheader", "--array", "--format=%i %T", *selection]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode:
-        raise UserError(f"Slurm does not answer ({' '.join(answer.stderr.split())}); try again when squeue works")
-    return dict(line.split() for line in answer.stdout.splitlines())
-
-
-def submit(jobs: list[Job], args: Any) -> None:
-    """Submits what is neither finished nor queued already, as an array; says in `state` what each job then is.
-
-    Raises:
-        UserError: there is no Slurm, or it refuses.
-    """
+def submit(jobs: list[Job], args: Any) -> int:
+    """Submit all runs that are neither finished nor queued, set the state of every job, return how many it were."""
     if not shutil.which("sbatch"):
-        raise UserError("--cluster slurm: there is no sbatch here; run this on a machine that submits to Slurm")
+        raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
     for job in jobs:
-        job.judge()
-    # What was cancelled a moment ago may still be saving; what is queued again goes through this state as well.
-    while "COMPLETING" in map((states := slurm_states("--me")).get, (job.slurm_id for job in jobs)):
-        print("waiting for Slurm to end jobs that are completing", flush=True)
+        job.read_state()
+    # Cancelled jobs may still save a checkpoint. Requeued jobs pass through this state as well.
+    while "COMPLETING" in map((states := queue()).get, (job.slurm_id for job in jobs)):
+        print("waiting for jobs that Slurm is completing", flush=True)
         time.sleep(5)
     for job in jobs:
         if job.state != "finished" and job.slurm_id in states:
             job.state = "running" if states[job.slurm_id] == "RUNNING" else "queued"
-    left = [job for job in jobs if job.state in ("to do", "unfinished")]
-    if left:
-        parameters = {
-            "job_name": Path(left[0].script[-1]).stem,
-            "partition": args.slurm_partition,
-            "account": args.slurm_account,
-            "time": args.slurm_time,
-            "mem": args.slurm_mem_gb and f"{args.slurm_mem_gb}GB",
-            "gpus_per_node": args.slurm_gpus_per_task or None,
-            "array_parallelism": args.workers or len(left),
-            "signal_delay_s": min(300, 15 * args.slurm_time),
-            "additional_parameters": {"requeue": True},
-        }
-        if args.slurm_total_cpus:
-            parameters["cpus_per_task"] = cpus = math.ceil(args.slurm_total_cpus / args.slurm_ntasks)
-            parameters["srun_args"] = [f"--cpus-per-task={cpus}"]  # of itself srun takes one since Slurm 22.05
-        # As many time-outs as it takes: submitit would queue a job again three times.
-        executor = submitit.SlurmExecutor(LOGS / "slurm", max_num_timeout=sys.maxsize)
-        executor.update_parameters(**{name: value for name, value in parameters.items() if value is not None})
-        tasks = [Task(job, args.slurm_time, parameters["signal_delay_s"]) for job in left]
-        try:
-            with redirect_stderr(StringIO()):  # where submitit writes what it then raises
-                submitted = executor.submit_array(tasks)
-        except submitit.core.utils.FailedJobError as error:
-            raise UserError(f"Slurm refuses: {' '.join(str(error).split())}") from error
-        for job, slurm_job in zip(left, submitted, strict=True):
-            job.note(SUBMITTED_AS + slurm_job.job_id)
-            job.state = "queued"
-    make_console().print(table(jobs))
-    print(f"{len(left)} submitted; the same command again says how far they are, and submits what has failed")
+    left = [job for job in jobs if job.state in ("pending", "interrupted")]
+    if not left:
+        return 0
+    cpus = args.slurm_total_cpus and math.ceil(args.slurm_total_cpus / args.slurm_ntasks)
+    notice = min(300, 15 * args.slurm_time)
+    executor = submitit.SlurmExecutor(LOGS / "slurm", max_num_timeout=sys.maxsize)  # The default queues a job 3 times.
+    executor.update_parameters(
+        job_name=Path(left[0].script[-1]).stem,
+        partition=args.slurm_partition,
+        account=args.slurm_account,
+        time=args.slurm_time,
+        mem=args.slurm_mem_gb and f"{args.slurm_mem_gb}GB",
+        gpus_per_node=args.slurm_gpus_per_task or None,
+        cpus_per_task=cpus,
+        srun_args=cpus and [f"--cpus-per-task={cpus}"],  # srun has not inherited it since Slurm 22.05.
+        array_parallelism=args.workers or len(left),
+        signal_delay_s=notice,
+        additional_parameters={"requeue": True},
+    )
+    try:
+        with redirect_stderr(StringIO()):  # submitit prints the error that it raises.
+            submitted = executor.submit_array([Task(job, notice) for job in left])
+    except submitit.core.utils.FailedJobError as error:
+        raise UserError(f"Slurm rejects the jobs: {' '.join(str(error).split())}") from error
+    for job, slurm_job in zip(left, submitted, strict=True):
+        job.note(f"submitted to Slurm as {slurm_job.job_id}")
+        job.state = "queued"
+    return len(left)

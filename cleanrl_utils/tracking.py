@@ -1,203 +1,188 @@
-"""What a run shows of itself: its directory, TensorBoard and W&B, progress bars; files that are whole or not there."""
+"""The logs of a run: its directory, TensorBoard and W&B, the progress bar; files written atomically."""
 
-import atexit
-import functools
 import inspect
+import itertools
+import json
 import os
-import socket
-import struct
+import secrets
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tensorboardX import summary
-from tensorboardX.proto.event_pb2 import Event
-from tensorboardX.record_writer import masked_crc32c
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+from tensorboard.plugins.text.summary import text_pb
+from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
-from cleanrl_utils.checks import UserError
+from cleanrl_utils.errors import UserError, one_line
 
-WRITE_EVENTS_EVERY = 10  # seconds
-WANDB_FINISH_TIMEOUT = 600  # seconds; what has not been sent by then is on the disk, for `wandb sync`
-
-
-class EventWriter:
-    """Writes scalars and texts to a new TensorBoard event file.
-
-    tensorboardX's SummaryWriter hands them to a thread which a full disk ends, and then training waits for ever; nor
-    does its ``flush`` wait until they are on the disk. Here they are kept and tried again while the disk is full.
-    """
-
-    def __init__(self, run_dir: Path):
-        started = int(time.time())
-        host = socket.gethostname()
-        while (path := run_dir.absolute() / f"events.out.tfevents.{started:010d}.{host}").exists():
-            started += 1  # a resumed run may begin in the second in which another writer did
-        path.touch(exist_ok=False)
-        sync_directory(run_dir)
-        self._path, self._size, self._pending, self._written = path, 0, bytearray(), time.monotonic()
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        atexit.register(self.flush)
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        """Notes a point of the curve ``tag``."""
-        self._add(Event(wall_time=time.time(), step=step, summary=summary.scalar(tag, value)))
-
-    def add_text(self, tag: str, text: str) -> None:
-        """Notes a text, in Markdown."""
-        self._add(Event(wall_time=time.time(), summary=summary.text(tag, text)))
-
-    def _add(self, event: Event) -> None:
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._pending += length + struct.pack("<I", masked_crc32c(length)) + data
-        self._pending += struct.pack("<I", masked_crc32c(data))
-        if time.monotonic() - self._written > WRITE_EVENTS_EVERY:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes what is pending; warns, once, if that can't be done."""
-        try:
-            self.sync()
-        except OSError as error:
-            warn_once(f"TensorBoard's {self._path} can't be written", error, "its points are kept in memory")
-
-    def sync(self) -> None:
-        """Writes what is pending to the disk; raises OSError if that can't be done."""
-        self._written = time.monotonic()
-        try:
-            with self._path.open("ab") as file:
-                file.write(self._pending)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            os.truncate(self._path, self._size)  # TensorBoard stops reading at half an event
-            raise
-        self._size += len(self._pending)
-        self._pending = bytearray()
-
-    def close(self) -> None:
-        """Writes what is pending."""
-        self.flush()
-        atexit.unregister(self.flush)
-
-
-def warn_once(what: str, error: Exception, consequence: str) -> None:
-    """A loud line on stderr, the first time that ``what`` fails for this reason; training goes on."""
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-    if (what, reason) not in _warned:
-        _warned.add((what, reason))
-        tqdm.write(f"WARNING: {what} ({reason}); {consequence}", file=sys.stderr)
-
-
-_warned: set[tuple[str, str]] = set()
+PROGRESS_SECONDS = 5.0
 
 
 def script_of(args: Any) -> Path:
-    """The script that was run: the file that these flags' class is defined in."""
+    """Return the script that was run: the file in which the class of these flags is defined."""
     return Path(inspect.getfile(type(args)))
 
 
-def new_run_dir(args: Any) -> Path:
-    """The directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``."""
-    return Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
+def video_dir(run_dir: Path) -> Path:
+    """Return the directory of a run's videos."""
+    return Path("videos") / run_dir.name
 
 
-def event_file_sizes(run_dir: Path) -> dict[str, int]:
-    """Bytes of each of the run's event files."""
-    return {path.name: path.stat().st_size for path in run_dir.glob("events.out.tfevents.*")}
-
-
-def open_run(
-    args: Any, run_dir: Path, sizes: dict[str, int] | None = None, wandb_id: str | None = None
-) -> tuple[EventWriter, str | None]:
-    """Makes a new run's directory and writes the flags down; with ``--track``, starts W&B or goes on with ``wandb_id``.
-
-    A resumed run's event files are cut back to ``sizes``, so that what is done again is logged once. Returns the
-    TensorBoard writer into the directory and the W&B run's id; UserError where either can't be had.
-    """
-    if args.track:
-        wandb_id = start_wandb(args, run_dir, wandb_id)
+def make_run_dir(args: Any) -> Path:
+    """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
     try:
-        if sizes is None:
-            run_dir.mkdir(parents=True)
-        for name, size in event_file_sizes(run_dir).items():
-            if name not in sizes:
-                (run_dir / name).unlink()
-            elif size > sizes[name]:
-                os.truncate(run_dir / name, sizes[name])
-        writer = EventWriter(run_dir)
-    except FileExistsError as error:
-        raise UserError(f"{run_dir} is a run that began in the same second; start this one again") from error
+        Path("runs").mkdir(exist_ok=True)
+        for started in itertools.count(int(time.time())):  # the next free second, if the name is taken
+            run_dir = Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{started}"
+            with suppress(FileExistsError):
+                run_dir.mkdir()
+                print(f"run directory: {run_dir}", flush=True)
+                return run_dir
     except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"{run_dir} can't be written ({reason}); work in a folder that you may write to") from error
-    if args.track:
-        import wandb
-
-        # What sync_tensorboard does when a SummaryWriter of one of the libraries that it knows is made. Without the
-        # root, W&B waits ten seconds for other directories to find out what they have in common.
-        wandb.run._tensorboard_callback(str(run_dir), root_logdir=str(run_dir))
-    if sizes is None:
-        rows = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-        writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-    return writer, wandb_id
+        reason = f"a run directory can't be made in {Path('runs').absolute()} ({error.strerror or error})"
+        raise UserError(f"{reason}; start from a folder that you may write to") from error
 
 
-def start_wandb(args: Any, run_dir: Path, wandb_id: str | None) -> str:
-    """Starts a W&B run, or goes on with the run ``wandb_id``; returns its id. UserError where nobody is logged in.
+class Writer:
+    """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
 
-    ``WANDB_MODE=offline`` keeps it on disk, and so does a server that can't be reached.
+    def __init__(self, run_dir: Path, track: bool = False):
+        self.run_dir, self.track, self._last_step = run_dir, track, 0
+        # Accessed as an attribute of its module, where W&B replaces it to follow the files.
+        self._writer = event_file_writer.EventFileWriter(str(run_dir))
+        self.file = Path(self._writer._file_name)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        """Log a point of the curve ``tag``."""
+        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
+
+    def add_flags(self, args: Any) -> None:
+        """Log the flags as a Markdown table (tab TEXT, as CleanRL does) and as hyperparameters (tab HPARAMS)."""
+        flags = vars(args).items()
+        rows = "\n".join(f"|{key}|{value}|" for key, value in flags)
+        self._add(text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"), 0)
+        values = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in flags}
+        self._add(hparams_pb(values, trial_id=self.run_dir.name), 0)
+
+    def _add(self, summary: Summary, step: int) -> None:
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._last_step = max(self._last_step, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Write all points to the disk; return the last step and the bytes of each event file of the run."""
+        self._writer.flush()
+        with self.file.open("rb") as file:
+            os.fsync(file.fileno())
+        sizes = {path.name: path.stat().st_size for path in self.run_dir.glob("events.out.tfevents.*")}
+        return {"last_step": self._last_step, "sizes": sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Cut the run's event files back to their sizes in ``state``, and delete those that are not in it."""
+        self._last_step, sizes = state["last_step"], state["sizes"]
+        for path in self.run_dir.glob("events.out.tfevents.*"):
+            if path.name not in sizes and path != self.file:
+                path.unlink()
+            elif path.name in sizes and path.stat().st_size > sizes[path.name]:
+                os.truncate(path, sizes[path.name])
+        # A TensorBoard that has read the later points forgets them.
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=self._last_step + 1, session_log=start))
+
+    def progress_bar(self, phase: str, steps: range, unit: str = "step") -> "ProgressBar":
+        """Return an iterable over the ``steps`` that are left of a phase, with a progress bar."""
+        return ProgressBar(self.run_dir, phase, steps, unit)
+
+    def close(self) -> None:
+        """Write all points and close the file; with `--track` also the W&B run, which gets the videos."""
+        self._writer.close()
+        if self.track:
+            import wandb
+
+            for video in sorted(video_dir(self.run_dir).glob("*.mp4")):
+                wandb.run.log({f"videos/{video.stem}": wandb.Video(str(video), format="mp4")})
+            wandb.finish()
+
+
+def start_logging(args: Any, run_dir: Path) -> Writer:
+    """Start W&B with ``--track`` and open a TensorBoard writer; a new run logs its flags.
+
+    The id of the W&B run is in ``{run_dir}/wandb_id``, so that a resumed run continues it.
     """
-    import wandb
-
-    # Of itself W&B sends what is left at the end for as long as it takes, also to a server that has gone.
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", str(WANDB_FINISH_TIMEOUT))
-    init = functools.partial(
-        wandb.init,
-        project=args.wandb_project_name,
-        entity=args.wandb_entity,
-        sync_tensorboard=True,
-        config=vars(args),
-        name=run_dir.name,
-        save_code=True,
-        id=wandb_id,
-        resume="allow" if wandb_id else None,
-    )
-    try:
-        init()
-    except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"W&B can't start ({reason}); run `wandb login`, or set WANDB_MODE=offline") from error
-    except wandb.errors.Error as error:
-        warn_once("W&B can't be reached", error, "it is kept on disk: upload it afterwards with `wandb sync`")
-        init(mode="offline")
-    return wandb.run.id
-
-
-def finish_run(args: Any, writer: EventWriter, videos: Sequence[Path]) -> None:
-    """Closes the writer, and with ``--track`` the W&B run, to which it adds the videos first."""
-    writer.close()
     if args.track:
         import wandb
 
-        for video in videos:
-            wandb.run.log({f"videos/{video.stem}": wandb.Video(str(video), format="mp4")})
-        wandb.finish()
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        run = {"name": run_dir.name, "id": id_file.read_text().strip(), "resume": "allow", "config": vars(args)}
+        run |= {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        try:
+            wandb.init(sync_tensorboard=True, save_code=True, **run)
+        except wandb.errors.Error as error:
+            remedy = "run `wandb login`, or set WANDB_MODE=offline"
+            raise UserError(f"W&B can't start ({one_line(error)}); {remedy}") from error
+    # The thread of the event file's writer prints a traceback of an error that the next call raises as well.
+    threading.excepthook = lambda failed: None if failed.exc_type is OSError else threading.__excepthook__(failed)
+    try:
+        writer = Writer(run_dir, args.track)
+    except OSError as error:
+        raise UserError(f"{run_dir} can't be written ({error.strerror or error}); make room or allow it") from error
+    if args.resume is None:
+        writer.add_flags(args)
+    return writer
 
 
-def progress_bar(total: int, description: str, unit: str, initial: int = 0) -> tqdm:
-    """A bar that shows rate and time left; in a log file, a line every half minute instead of ten a second."""
-    interval = 0.5 if sys.stderr.isatty() else 30
-    return tqdm(total=total, desc=description, unit=unit, initial=initial, mininterval=interval, smoothing=0.05)
+class ProgressBar:
+    """The ``steps`` that are left of a phase, with a bar on stderr and ``progress.json`` for other programs."""
+
+    def __init__(self, run_dir: Path, phase: str, steps: range, unit: str):
+        self.run_dir, self.phase, self.steps, self.written = run_dir, phase, steps, 0.0
+        self.episodic_return: float | None = None
+        # A log file gets a line every half minute, a terminal two updates a second.
+        self.bar = tqdm(
+            total=steps.stop, initial=steps.start, desc=phase, unit=unit, smoothing=0.05,
+            mininterval=0.5 if sys.stderr.isatty() else 30,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[int]:
+        for step in self.steps:
+            yield step
+            self.bar.update(min(self.steps.step, self.steps.stop - step))
+            if time.monotonic() - self.written > PROGRESS_SECONDS:
+                self._write()
+        self._write()
+        self.bar.close()
+
+    def show_return(self, episodic_return: float) -> None:
+        """Show ``episodic_return`` behind the bar."""
+        self.episodic_return = float(episodic_return)
+        self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
+
+    def _write(self) -> None:
+        done, rate = self.bar.n, self.bar.format_dict["rate"]
+        fields = {"phase": self.phase, "done": done, "total": self.steps.stop, "return": self.episodic_return}
+        seconds_left = (self.steps.stop - done) / rate if rate else None
+        write_progress(self.run_dir, fields | {"seconds_left": seconds_left, "finished": False})
+        self.written = time.monotonic()
+
+
+def write_progress(run_dir: Path, fields: dict[str, Any]) -> None:
+    """Write ``progress.json``; a reader finds the old or the new file, never a part of one."""
+    temporary = run_dir / "progress.json.tmp"
+    temporary.write_text(json.dumps(fields))
+    temporary.replace(run_dir / "progress.json")
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file opened for writing that takes the name ``path`` only once it is whole and on the disk."""
+    """Open a file that gets the name ``path`` once all of it is on the disk; before that it is ``{path}.tmp``."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb") as file:
@@ -207,16 +192,15 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # a full disk does not say which file is too much
+        if isinstance(error, OSError) and error.filename is None:  # the error of a full disk names no file
             error.filename = str(path)
         raise
     sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the names of the files in a directory are on the disk."""
+    """Write the names of the files in a directory to the disk, where the file system can do that."""
     directory = os.open(path, os.O_RDONLY)
-    try:
+    with suppress(OSError):  # EINVAL on some network file systems
         os.fsync(directory)
-    finally:
-        os.close(directory)
+    os.close(directory)

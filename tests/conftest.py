@@ -1,24 +1,25 @@
-"""Set-up that every test file shares."""
+"""Set-up and fixtures of all test files."""
 
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-# Tests keep off a GPU that the machine happens to have, and so do the scripts that they run.
+# Neither tests nor the scripts that they run use a GPU of the machine.
 if os.environ.get("QDAGGER_TEST_GPU") != "1":
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-else:  # where JAX would take most of its memory at once, and leave too little to PyTorch and to the scripts
+else:  # JAX would allocate most of the GPU's memory, and leave too little to PyTorch and to the scripts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Runs of the same sizes need not compile again. JAX reads it when it is imported, here or in a script that a test runs.
+# Runs of the same sizes compile once. JAX reads these when it is imported, here or in a script that a test runs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
-# Of two tests at a time, each gets its share of the cores, or PyTorch's and JAX's threads would wait for each other.
+# Parallel test processes share the cores between them, or the threads of PyTorch and JAX would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     cores = sorted(os.sched_getaffinity(0))
@@ -36,20 +37,20 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_unconfigure() -> None:
-    """The session is over, and with it the use of what JAX has compiled."""
+    """Delete the compiled programs of JAX."""
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
 @pytest.fixture(autouse=True)
 def denormals() -> Iterator[None]:
-    """Scripts that run in this process flush denormal numbers; hypothesis needs them back."""
+    """Restore denormal numbers, which the scripts flush and hypothesis needs."""
     yield
     torch.set_flush_denormal(False)
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
-    """A run that is broken off in this process leaves its signal handlers behind."""
+    """Restore the signal handlers, which a run that fails in this process leaves behind."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -57,15 +58,46 @@ def signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each run in this process one thread, since on a busy machine more of them wait for each other."""
+    monkeypatch.setattr("cleanrl_utils.atari.available_cores", lambda: 1)
+    monkeypatch.setattr("cleanrl_utils.device.available_cores", lambda: 1)
+
+
 @pytest.fixture
 def small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of those of the scripts: for tests to which it is all the same what learns."""
-    from test_cli import NETWORKS, SmallFlaxNetwork, SmallNetwork
+    """Replace the Q-networks of all scripts by small ones."""
+    import helpers
 
-    for script in NETWORKS:
-        monkeypatch.setattr(script, "QNetwork", SmallNetwork if "jax" not in script.__name__ else SmallFlaxNetwork)
+    for script, network in helpers.SMALL_NETWORKS.items():
+        monkeypatch.setattr(script, "QNetwork", network)
 
 
-# No deadline: a machine that also trains is slow at times, and that is no failure.
+@pytest.fixture
+def no_evaluations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace evaluations by a return that follows from their name; return the names of those that ran."""
+    import helpers
+
+    names: list[str] = []
+
+    def play(name: str, *args: object) -> list[float]:
+        names.append(name)
+        return [float(zlib.crc32(name.encode()) % 1000)]
+
+    for script in helpers.NETWORKS:
+        monkeypatch.setattr(script, "play_episodes", play)
+    return names
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a teacher for the game of the small runs."""
+    import helpers
+
+    return helpers.write_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+# No deadline: the machine may be busy.
 settings.register_profile("default-without-deadline", deadline=None)
 settings.load_profile("default-without-deadline")

@@ -1,6 +1,5 @@
-"""The benchmark runner on a real Slurm, with runs of a minute or so; ``make test-slurm`` starts one if it can."""
+"""Tests of the benchmark runner on a real Slurm, with runs of a minute; ``make test-slurm`` starts Slurm if it can."""
 
-import itertools
 import re
 import shutil
 import subprocess
@@ -12,21 +11,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_benchmark import steps
 
 ROOT = Path(__file__).resolve().parent.parent
-ENV_IDS, SEEDS = ("Pong", "Breakout"), (1, 2)
-
-
-def slurm_runs() -> bool:
-    return shutil.which("sinfo") is not None and subprocess.run(["sinfo"], capture_output=True).returncode == 0
-
-
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not slurm_runs(), reason="no Slurm is running: sinfo fails")]
+HAS_SLURM = shutil.which("sinfo") is not None and subprocess.run(["sinfo"], capture_output=True).returncode == 0
+pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not HAS_SLURM, reason="no Slurm is running: sinfo fails")]
+first_seen: dict[str, float] = {}
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder to submit from, with the script."""
+    """Change to an empty directory with the script; cancel all jobs at the end."""
     (tmp_path / "cleanrl").mkdir()
     shutil.copy(ROOT / "tests" / "fake_run.py", tmp_path / "cleanrl")
     monkeypatch.chdir(tmp_path)
@@ -39,119 +34,97 @@ def slurm(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-held: dict[str, float] = {}
-
-
 def states() -> dict[str, str]:
-    """What squeue shows. Slurm holds back for two minutes what is queued again; here it may be five seconds."""
-    waiting = slurm("squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i %r").splitlines()
-    for job_id, reason in (line.split() for line in waiting):
+    """Return the state of every job. Requeued jobs, which Slurm holds for two minutes, are released after 5 seconds."""
+    jobs = [line.split() for line in slurm("squeue", "--me", "--noheader", "--array", "--format=%i %T %r").splitlines()]
+    for job_id, _, reason, *_ in jobs:
         if reason != "BeginTime":
-            held.pop(job_id, None)
-        elif time.monotonic() > held.setdefault(job_id, time.monotonic()) + 5:
+            first_seen.pop(job_id, None)
+        elif time.monotonic() > first_seen.setdefault(job_id, time.monotonic()) + 5:
             subprocess.run(["scontrol", "update", f"jobid={job_id}", "StartTime=now"], capture_output=True)
-    return dict(
-        line.split() for line in slurm("squeue", "--me", "--noheader", "--array", "--format=%i %T").splitlines()
-    )
+    return {job_id: state for job_id, state, *_ in jobs}
 
 
 def running() -> list[str]:
     return [job_id for job_id, state in states().items() if state == "RUNNING"]
 
 
-def eventually(condition: Callable[[], object], seconds: int = 300) -> object:
+def eventually(condition: Callable[[], object], seconds: int = 600) -> object:
     for _ in range(seconds):
+        states()
         if result := condition():
             return result
         time.sleep(1)
-    raise AssertionError(f"it did not come to that in {seconds} seconds:\n{everything()}")
-
-
-def everything() -> str:
-    """For whoever has to find out why a test failed."""
     logs = [f"{path}:\n{path.read_text()}" for path in sorted(Path("logs").rglob("*log*")) if path.is_file()]
-    return "\n".join([str(states()), *logs])
+    raise AssertionError("\n".join([f"the condition was not met in {seconds} seconds: {states()}", *logs]))
 
 
-def submit(command: str, *flags: str) -> int:
-    """The benchmark command; returns how many jobs it has submitted."""
-    runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", *ENV_IDS, "--num-seeds", str(len(SEEDS))]
-    flags = ("--cluster", "slurm", "--slurm-mem-gb", "1", *flags)
-    output = slurm(*runner, "--command", f"python cleanrl/fake_run.py {command}", *flags)
+def submit(command: str, *flags: str, env_ids: tuple[str, ...] = ("Pong", "Breakout")) -> int:
+    """Run the benchmark command and return the number of submitted jobs."""
+    runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", *env_ids, "--command", command]
+    output = slurm(*runner, "--cluster", "slurm", "--slurm-mem-gb", "1", *flags)
     return int(re.search(r"^(\d+) submitted", output, re.MULTILINE)[1])
 
 
-def steps(env_ids: tuple[str, ...] = ENV_IDS, seeds: tuple[int, ...] = SEEDS) -> list[list[int]]:
-    """The steps of all runs, which must be one for each game and seed."""
-    names = sorted(path.name.rpartition("__")[0] for path in Path("runs").iterdir())
-    assert names == sorted(f"{env_id}__fake_run__{seed}" for env_id, seed in itertools.product(env_ids, seeds))
-    return [[int(line) for line in path.read_text().split()] for path in Path("runs").glob("*/steps.txt")]
-
-
-def notes(text: str) -> int:
-    """How often a log says this."""
-    return sum(len(re.findall(text, path.read_text())) for path in Path("logs").glob("*.log"))
+def count(text: str) -> int:
+    return sum(path.read_text().count(text) for path in Path("logs").glob("*.log"))
 
 
 def two_scripts() -> list[psutil.Process]:
-    """The runs that go on at this moment, if there are two and they have had time for a step."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if "cleanrl/fake_run.py" in process.cmdline() and process.cwd() == str(Path.cwd()):
-                found += [process] if time.time() > process.create_time() + 3 else []
-    return found if len(found) == 2 else []
+    """Return the running scripts, if there are two that have had time for a step."""
+    found = [script for script in psutil.process_iter(["cwd", "cmdline"]) if script.info["cwd"] == str(Path.cwd())]
+    found = [script for script in found if "cleanrl/fake_run.py" in script.info["cmdline"]]
+    return found if len(found) == 2 and all(time.time() > script.create_time() + 3 for script in found) else []
 
 
 def test_a_time_limit_shorter_than_the_run():
-    """Slurm's shortest limit, a minute, of which its signal leaves twenty or thirty seconds."""
-    assert submit("--steps 140 --seconds 1 --save-every 0", "--num-seeds", "1", "--slurm-time", "1") == 2
-    eventually(lambda: not states(), seconds=600)
+    """The shortest time limit of Slurm is a minute. Its signal comes after 20 to 30 seconds."""
+    command = "python cleanrl/fake_run.py --steps 140 --seconds 1 --save-every 0"
+    assert submit(command, "--num-seeds", "1", "--slurm-time", "1") == 2
+    eventually(lambda: not states())
     assert steps(seeds=(1,)) == [list(range(140))] * 2
     for path in Path("logs", "slurm").glob("*_log.err"):
-        assert path.read_text().count("this job is timed-out") > 3  # where submitit ends of itself
+        assert path.read_text().count("this job is timed-out") > 3  # the default limit of submitit
 
 
-def test_a_sweep_that_is_interrupted_in_every_way_has_every_step_once():
-    command = "--steps 40 --seconds 1 --save-seconds 4"
-    assert submit(command, "--workers", "2") == 4
+def test_every_step_is_logged_once_after_all_kinds_of_interruption():
+    command = "python cleanrl/fake_run.py --steps 40 --seconds 1 --save-seconds 4"
+    flags = ["--num-seeds", "2", "--workers", "2"]
+    assert submit(command, *flags) == 4
     eventually(two_scripts)
-    assert submit(command, "--workers", "2") == 0  # all are queued or running
+    assert submit(command, *flags) == 0  # All are queued or running.
 
     slurm("scancel", "--me")
-    assert submit(command, "--workers", "2") == 4  # while they are still saving
-    assert notes("stopped, exit code 143") == 2
+    assert submit(command, *flags) == 4  # It waits for runs that are saving.
+    assert count("stopped, exit code 143") == 2
 
     eventually(two_scripts)[0].kill()
-    eventually(lambda: notes("failed, killed by SIGKILL") == 1)
+    eventually(lambda: count("failed, killed by SIGKILL") == 1)
 
-    # A preemption that SIGTERM announces.
-    eventually(two_scripts)
-    with suppress(subprocess.TimeoutExpired):  # Slurm 22.05 sends it and says for two minutes that it could not
+    eventually(two_scripts)  # A preemption that SIGTERM announces.
+    with suppress(subprocess.TimeoutExpired):  # scancel of Slurm 22.05 sends it and then hangs.
         subprocess.run(["scancel", "--signal=TERM", running()[0]], timeout=2)
-    eventually(lambda: notes("stopped, exit code 143") == 3)
+    eventually(lambda: count("stopped, exit code 143") == 3)
 
-    # One that nothing announces.
-    eventually(two_scripts)
+    eventually(two_scripts)  # A preemption without announcement.
     slurm("scontrol", "requeue", running()[0])
-    eventually(lambda: notes("stopped, exit code 143") == 4)
+    eventually(lambda: count("stopped, exit code 143") == 4)
 
-    eventually(lambda: not states(), seconds=600)
-    assert submit(command) == 1  # one has failed, and no other
     eventually(lambda: not states())
-    assert steps() == [list(range(40))] * 4
-    assert submit(command) == 0
+    assert submit(command, *flags) == 1  # the one that has failed
+    eventually(lambda: not states())
+    assert steps(seeds=(1, 2)) == [list(range(40))] * 4
+    assert submit(command, *flags) == 0
 
 
-def test_a_run_that_can_not_save_is_not_begun_for_ever():
-    """As a script of CleanRL's own with a limit that is too short."""
-    Path("cleanrl/plain.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")
-    runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", "Pong", "--num-seeds", "1"]
-    slurm(*runner, "--command", "python cleanrl/plain.py", "--cluster", "slurm", "--slurm-time", "1")
-    eventually(lambda: notes("begun"))
+def test_a_run_that_cannot_save_is_not_requeued():
+    """A script of CleanRL with a time limit that is too short would start again for ever."""
+    Path("cleanrl/plain.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
+    assert submit("python cleanrl/plain.py", "--num-seeds", "1", "--slurm-time", "1", env_ids=("Pong",)) == 1
+    eventually(lambda: count("started"))
     time.sleep(16)
     for job_id in running():
         slurm("scancel", "--signal=USR2", job_id)
     eventually(lambda: not states())
-    assert notes("begun") == 1
-    assert notes("failed: no checkpoint was written in all of --slurm-time, give it more") == 1
+    assert count("started") == 1
+    assert count("failed: no checkpoint was saved within --slurm-time; increase it") == 1

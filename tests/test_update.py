@@ -1,8 +1,8 @@
-"""Exactness of the update: networks, losses and gradients against an independent float64 NumPy reference."""
+"""Networks, losses, gradients and updates of the PyTorch scripts against float64 NumPy references."""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,25 +11,28 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
+from helpers import float64, random_batch, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cleanrl_utils.atari import Step
-from cleanrl_utils.device import CudaGraph, cuda_graphs, pick_torch_device
+from cleanrl_utils.device import CudaGraph, cuda_graph
 
 Weights = dict[str, np.ndarray]
 """A state dict in float64"""
+NETWORKS = [qdagger.QNetwork, qdagger.TeacherNetwork, dqn_atari.QNetwork]
 
-SEQUENCES = ((4, 16), (16, 32), (32, 32))
-"""(input, output) channels of the design's three convolutional sequences"""
+every_network = pytest.mark.parametrize("network_class", NETWORKS)
+every_script = pytest.mark.parametrize("script", [qdagger, dqn_atari])
 
 
-# ==================== the reference ====================
+# ==================== references ====================
 
 
 def conv(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int = 1, padding: int = 0) -> np.ndarray:
-    """Cross-correlation of (B, C, H, W) with (O, C, K, K): one shifted product per kernel position."""
+    """Cross-correlate (B, C, H, W) with (O, C, K, K): a product for each place in the kernel."""
     x = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     size = weight.shape[2]
     height, width = ((n - size) // stride + 1 for n in x.shape[2:])
@@ -37,14 +40,13 @@ def conv(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int = 1, p
     for i in range(size):
         for j in range(size):
             shifted = x[:, :, i : i + stride * height : stride, j : j + stride * width : stride]
-            total += np.einsum(
-                "oc,bcp->bop", weight[:, :, i, j], shifted.reshape(*x.shape[:2], -1), optimize=True
-            ).reshape(total.shape)
+            product = weight[:, :, i, j] @ shifted.reshape(*x.shape[:2], -1)
+            total += product.reshape(total.shape)
     return total
 
 
 def max_pool(x: np.ndarray) -> np.ndarray:
-    """3×3 maximum with stride 2 and a pixel of padding on every side."""
+    """Take the 3×3 maximum with stride 2 and padding 1 on every side."""
     x = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-np.inf)
     height, width = ((n - 3) // 2 + 1 for n in x.shape[2:])
     windows = [x[:, :, i : i + 2 * height : 2, j : j + 2 * width : 2] for i in range(3) for j in range(3)]
@@ -52,12 +54,12 @@ def max_pool(x: np.ndarray) -> np.ndarray:
 
 
 def relu(x: np.ndarray) -> np.ndarray:
-    """max(x, 0)."""
+    """Compute max(x, 0)."""
     return np.maximum(x, 0)
 
 
 def impala(weights: Weights, observation: np.ndarray) -> np.ndarray:
-    """Q-values of the design's ImpalaCNN, float64 (B, num_actions)."""
+    """Compute the Q-values of the ImpalaCNN, float64 (B, num_actions)."""
 
     def layer(x: np.ndarray, name: str) -> np.ndarray:
         return conv(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
@@ -74,7 +76,7 @@ def impala(weights: Weights, observation: np.ndarray) -> np.ndarray:
 
 
 def nature(weights: Weights, observation: np.ndarray) -> np.ndarray:
-    """Q-values of the network of Mnih et al. (2015), float64 (B, num_actions)."""
+    """Compute the Q-values of the network of Mnih et al. (2015), float64 (B, num_actions)."""
     x = observation.astype(np.float64) / 255
     for index, stride in ((0, 4), (2, 2), (4, 1)):
         x = relu(conv(x, weights[f"network.{index}.weight"], weights[f"network.{index}.bias"], stride))
@@ -83,161 +85,86 @@ def nature(weights: Weights, observation: np.ndarray) -> np.ndarray:
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
-    """Along the last axis."""
+    """Compute the logarithm of the softmax along the last axis."""
     x = x - x.max(axis=-1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
-def td_target(batch: qdagger.Batch, bootstrap_q_values: np.ndarray) -> np.ndarray:
-    """y, float64 (B,)."""
-    returns, discount = batch.n_step_return.double().numpy(), batch.bootstrap_discount.double().numpy()
-    return returns + discount * bootstrap_q_values.max(axis=1)
+class Reference:
+    """The loss terms of a batch in float64, and the gradient of the loss with respect to the Q-values (B, A)."""
 
+    def __init__(self, batch: qdagger.Batch, bootstrap_q: np.ndarray, coefficient: float, temperature: float):
+        arrays = {name: value.numpy().astype(float) for name, value in batch._asdict().items() if value.dim() < 3}
+        self.y = arrays["n_step_return"] + arrays["bootstrap_discount"] * bootstrap_q.max(axis=1)
+        self.teacher = log_softmax(arrays["teacher_q_values"] / temperature)
+        self.action, self.valid = batch.action.numpy(), batch.valid.numpy()
+        self.coefficient, self.temperature = coefficient, temperature
 
-def reference_losses(
-    q: np.ndarray, action: np.ndarray, target: np.ndarray, teacher_q: np.ndarray, temperature: float
-) -> tuple[float, float]:
-    """TD term and distillation term."""
-    td = np.mean([(q[b, a] - target[b]) ** 2 for b, a in enumerate(action)])
-    log_p, log_q = log_softmax(teacher_q / temperature), log_softmax(q / temperature)
-    kl = [sum(np.exp(log_p[b, a]) * (log_p[b, a] - log_q[b, a]) for a in range(q.shape[1])) for b in range(len(q))]
-    return float(td), float(np.mean(kl))
+    def losses(self, q: np.ndarray) -> tuple[float, float, float]:
+        """Compute the loss, its TD term and its distillation term."""
+        td = np.mean([self.valid[b] * (q[b, a] - self.y[b]) ** 2 for b, a in enumerate(self.action)])
+        kl = np.mean(np.sum(np.exp(self.teacher) * (self.teacher - log_softmax(q / self.temperature)), axis=1))
+        return td + self.coefficient * kl, td, kl
 
-
-def reference_gradient(
-    q: np.ndarray, action: np.ndarray, target: np.ndarray, teacher_q: np.ndarray, weight: float, temperature: float
-) -> np.ndarray:
-    """dL/dQ in closed form, float64 (B, num_actions)."""
-    probabilities, teacher_probabilities = (np.exp(log_softmax(x / temperature)) for x in (q, teacher_q))
-    gradient = weight / (len(q) * temperature) * (probabilities - teacher_probabilities)
-    rows = np.arange(len(q))
-    gradient[rows, action] += 2 / len(q) * (q[rows, action] - target)
-    return gradient
+    def gradient(self, q: np.ndarray) -> np.ndarray:
+        """Compute dL/dQ in closed form, float64 (B, num_actions)."""
+        policy, rows = np.exp(log_softmax(q / self.temperature)), np.arange(len(q))
+        gradient = self.coefficient / (len(q) * self.temperature) * (policy - np.exp(self.teacher))
+        gradient[rows, self.action] += 2 / len(q) * self.valid * (q[rows, self.action] - self.y)
+        return gradient
 
 
 # ==================== material ====================
 
 
 class Table(torch.nn.Module):
-    """A Q-function with one parameter per state and action: what reaches its parameters is dL/dQ itself."""
+    """A Q-function with a parameter for each state and action, whose gradient is dL/dQ."""
 
     def __init__(self, q_values: np.ndarray):
         super().__init__()
-        self.q_values = torch.nn.Parameter(torch.from_numpy(q_values))
+        self.q_values = torch.nn.Parameter(torch.from_numpy(q_values.copy()))
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
         return self.q_values[observation]
 
 
-def make_batch(
-    rng: np.random.Generator, size: int, num_actions: int, dtype: torch.dtype = torch.float32
-) -> qdagger.Batch:
-    """Random images, actions, returns, discounts (some 0) and teacher."""
-    discount = rng.choice([0.0, 0.99, 0.99**3], size)
-    discount[0], discount[1] = 0, 0.99
-    return qdagger.Batch(
-        torch.from_numpy(rng.integers(0, 256, (size, 4, 84, 84), dtype=np.uint8)),
-        torch.from_numpy(rng.integers(0, num_actions, size)),
-        torch.from_numpy(rng.uniform(-2, 2, size)).to(dtype),
-        torch.from_numpy(rng.integers(0, 256, (size, 4, 84, 84), dtype=np.uint8)),
-        torch.from_numpy(discount).to(dtype),
-        torch.from_numpy(rng.normal(size=(size, num_actions))).to(dtype),
-    )
-
-
-def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Makes the weights larger and the biases random, so that no term of the network is too small to be seen."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
-            parameter.copy_(noise * (1.5 / fan_in) ** 0.5)
-    return network
-
-
 def float64_weights(network: torch.nn.Module) -> Weights:
-    """The state dict for the reference."""
+    """Return the weights for a reference."""
     return {key: value.detach().double().numpy().copy() for key, value in network.state_dict().items()}
-
-
-@pytest.fixture
-def float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The script's networks in float64, though they ask for float32 before the last layer."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 # ==================== networks ====================
 
 
-@pytest.mark.parametrize("num_actions", [4, 6, 18])
-def test_student_has_the_layers_of_the_design(num_actions: int) -> None:
-    """Names and shapes are a file format: published students are loaded by them."""
-    expected = {}
-    for i, (inputs, outputs) in enumerate(SEQUENCES):
-        expected[f"network.{i}.conv.weight"], expected[f"network.{i}.conv.bias"] = (outputs, inputs, 3, 3), (outputs,)
-        for j in range(2):
-            for k in range(2):
-                name = f"network.{i}.res_block{j}.conv{k}"
-                expected[f"{name}.weight"], expected[f"{name}.bias"] = (outputs, outputs, 3, 3), (outputs,)
-    for index, inputs, outputs in ((5, 32 * 11 * 11, 256), (7, 256, num_actions)):
-        expected[f"network.{index}.weight"], expected[f"network.{index}.bias"] = (outputs, inputs), (outputs,)
-    network = qdagger.QNetwork(num_actions)
-    assert {key: tuple(value.shape) for key, value in network.state_dict().items()} == expected
-    assert all(value.dtype == torch.float32 for value in network.state_dict().values())
-    count = sum(int(np.prod(shape)) for shape in expected.values())
-    assert count == 97_744 + 991_488 + 257 * num_actions  # convolutions and linear layers, worked out by hand
-    assert sum(parameter.numel() for parameter in network.parameters()) == count
-    assert network(torch.zeros(2, 4, 84, 84, dtype=torch.uint8)).shape == (2, num_actions)
+def test_networks_of_dqn_are_teachers() -> None:
+    """Names and shapes are those of CleanRL's file format, which test_teachers.py checks for QDagger's networks."""
+    shapes = [{key: value.shape for key, value in network(6).state_dict().items()} for network in NETWORKS[1:]]
+    assert shapes[0] == shapes[1]
 
 
-@pytest.mark.parametrize("network_class", [qdagger.TeacherNetwork, dqn_atari.QNetwork])
-def test_teacher_has_the_layers_of_the_design(network_class: type[torch.nn.Module]) -> None:
-    """What dqn_atari.py saves is what the QDagger script loads, and what the hub holds."""
-    shapes = {0: (32, 4, 8, 8), 2: (64, 32, 4, 4), 4: (64, 64, 3, 3), 7: (512, 3136), 9: (6, 512)}
-    expected = {f"network.{i}.weight": shape for i, shape in shapes.items()}
-    expected |= {f"network.{i}.bias": shape[:1] for i, shape in shapes.items()}
-    network = network_class(6)
-    assert {key: tuple(value.shape) for key, value in network.state_dict().items()} == expected
-    assert network(torch.zeros(2, 4, 84, 84, dtype=torch.uint8)).shape == (2, 6)
-
-
-def test_sequences_halve_the_image() -> None:
-    """84 → 42 → 21 → 11; the last one tells padding on every side from padding on one."""
-    x = torch.rand(2, 4, 84, 84)
-    for layer, (_, channels), size in zip(qdagger.QNetwork(6).network, SEQUENCES, (42, 21, 11), strict=False):
-        x = layer(x)
-        assert x.shape == (2, channels, size, size)
-
-
-@pytest.mark.parametrize(
-    ("network_class", "reference"),
-    [(qdagger.QNetwork, impala), (qdagger.TeacherNetwork, nature), (dqn_atari.QNetwork, nature)],
-)
+@every_network
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_forward(network_class: type[torch.nn.Module], reference: object, channels_last: bool) -> None:
-    """Q-values are the reference's in either memory layout, and the input is left as it was."""
+def test_q_values(network_class: type[torch.nn.Module], channels_last: bool) -> None:
+    """They are the reference's in either memory format, and the input is unchanged."""
     network = spread(network_class(6), seed=1)
-    observation = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), dtype=np.uint8)
+    observation = random_batch(1, 3, 6)["observation"]
+    reference = impala if network_class is qdagger.QNetwork else nature
     expected = reference(float64_weights(network), observation)
     if channels_last:
         network = network.to(memory_format=torch.channels_last)
-    given = torch.from_numpy(observation.copy())
-    q_values = network(given)
+    tensor = torch.from_numpy(observation.copy())
+    q_values = network(tensor)
     assert q_values.dtype == torch.float32
     assert expected.std() > 0.1
     np.testing.assert_allclose(q_values.detach().numpy(), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-    np.testing.assert_array_equal(given.numpy(), observation)
+    np.testing.assert_array_equal(tensor.numpy(), observation)
 
 
-@pytest.mark.parametrize("network_class", [qdagger.QNetwork, qdagger.TeacherNetwork, dqn_atari.QNetwork])
-def test_bfloat16_stays_close(network_class: type[torch.nn.Module]) -> None:
-    """Hidden layers are rounded to 8 bits, Q-values are not: they would come in steps of 1/256 of their size."""
+@every_network
+def test_bfloat16(network_class: type[torch.nn.Module]) -> None:
+    """Hidden layers compute in bfloat16 and the last one in float32, as actions differ by less than 1/256."""
     network = network_class(6)
-    observation = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (4, 4, 84, 84), dtype=np.uint8))
+    observation = torch.from_numpy(random_batch(2, 4, 6)["observation"])
     expected = network(observation)
     with torch.autocast("cpu", torch.bfloat16):
         q_values = network(observation)
@@ -247,168 +174,104 @@ def test_bfloat16_stays_close(network_class: type[torch.nn.Module]) -> None:
     torch.testing.assert_close(q_values, expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("in_hardware", [False, True])
-def test_bfloat16_where_the_hardware_has_it(kind: str, in_hardware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated it is slower than float32."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: in_hardware or including_emulation
-    )
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: in_hardware)
-    for bf16 in (False, True):
-        device, autocast = pick_torch_device(True, bf16)
-        assert device.type == kind
-        with autocast:
-            assert torch.is_autocast_enabled(kind) == (bf16 and in_hardware)
-            assert torch.get_autocast_dtype(kind) == torch.bfloat16
-    assert pick_torch_device(False, True)[0].type == "cpu"
+# ==================== loss ====================
 
 
-# ==================== loss and its gradient at the Q-values ====================
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(1, 9),
     num_actions=st.integers(2, 18),
     scale=st.sampled_from([1e-3, 0.1, 1.0, 20.0]),
-    weight=st.sampled_from([0.0, 0.3, 1.0]),
+    coefficient=st.sampled_from([0.0, 0.3, 1.0]),
     temperature=st.sampled_from([0.1, 1.0, 3.0]),
 )
 def test_loss_and_its_gradient(
-    seed: int, size: int, num_actions: int, scale: float, weight: float, temperature: float
+    seed: int, size: int, num_actions: int, scale: float, coefficient: float, temperature: float
 ) -> None:
-    """Each term, their sum and dL/dQ, with the bootstrap taken from the network that learns: no gradient passes there.
+    """Compare each term and dL/dQ. QDagger bootstraps from the network that learns: it has no gradient there.
 
-    Rows of the table are states; the next states are among those that the batch starts from.
+    The rows of the table are states. A transition that is not valid has no TD error.
     """
     rng = np.random.default_rng(seed)
     q = rng.normal(scale=scale, size=(2 * size, num_actions))
     state, next_state = rng.permutation(2 * size)[:size], rng.integers(0, 2 * size, size)
     batch = qdagger.Batch(
-        torch.from_numpy(state),
-        torch.from_numpy(rng.integers(0, num_actions, size)),
-        torch.from_numpy(rng.uniform(-3, 3, size)),
-        torch.from_numpy(next_state),
-        torch.from_numpy(rng.choice([0.0, 0.9, 0.99], size)),
-        torch.from_numpy(rng.normal(scale=scale, size=(size, num_actions))),
+        observation=torch.from_numpy(state),
+        action=torch.from_numpy(rng.integers(0, num_actions, size)),
+        n_step_return=torch.from_numpy(rng.uniform(-3, 3, size)),
+        bootstrap_observation=torch.from_numpy(next_state),
+        bootstrap_discount=torch.from_numpy(rng.choice([0.0, 0.9, 0.99], size)),
+        teacher_q_values=torch.from_numpy(rng.normal(scale=scale, size=(size, num_actions))),
+        valid=torch.from_numpy(rng.random(size) < 0.7),
     )
-    action, teacher_q = batch.action.numpy(), batch.teacher_q_values.numpy()
-    target = td_target(batch, q[next_state])
-    td, kl = reference_losses(q[state], action, target, teacher_q, temperature)
-
-    table = Table(q.copy())
-    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, weight, temperature)
-    np.testing.assert_allclose(losses.td_loss.item(), td, rtol=1e-10)
-    np.testing.assert_allclose(losses.distill_loss.item(), kl, rtol=1e-8, atol=1e-12)
-    np.testing.assert_allclose(losses.loss.item(), td + weight * kl, rtol=1e-8, atol=1e-12)
-    np.testing.assert_array_equal(losses.q_values.detach().numpy(), q[state, action])
+    table, reference = Table(q), Reference(batch, q[next_state], coefficient, temperature)
+    losses = qdagger.qdagger_loss(table, table, batch, coefficient, temperature)
+    found = [term.item() for term in losses[:3]]
+    np.testing.assert_allclose(found, reference.losses(q[state]), rtol=1e-8, atol=1e-12)
+    np.testing.assert_array_equal(losses.q_values.detach().numpy(), q[state, batch.action.numpy()])
     losses.loss.backward()
     expected = np.zeros_like(q)
-    expected[state] = reference_gradient(q[state], action, target, teacher_q, weight, temperature)
+    expected[state] = reference.gradient(q[state])
     np.testing.assert_allclose(table.q_values.grad.numpy(), expected, rtol=1e-8, atol=1e-12)
 
-    bootstrap_q = rng.normal(scale=scale, size=q.shape)
-    dqn_table, dqn_target = Table(q.copy()), Table(bootstrap_q)
-    target = td_target(batch, bootstrap_q[next_state])
-    dqn_batch = dqn_atari.Batch(*batch[:5])
-    loss, taken = dqn_atari.dqn_loss(dqn_table, dqn_target, dqn_batch)
-    td, _ = reference_losses(q[state], action, target, teacher_q, temperature)
-    np.testing.assert_allclose(loss.item(), td, rtol=1e-10)
-    np.testing.assert_array_equal(taken.detach().numpy(), q[state, action])
-    loss.backward()
-    expected[state] = reference_gradient(q[state], action, target, teacher_q, 0, temperature)
-    np.testing.assert_allclose(dqn_table.q_values.grad.numpy(), expected, rtol=1e-8, atol=1e-12)
-    assert dqn_target.q_values.grad is None
+    table, target_table = Table(q), Table(rng.normal(scale=scale, size=q.shape))
+    reference = Reference(batch, target_table.q_values.detach().numpy()[next_state], 0.0, temperature)
+    columns = {name: getattr(batch, name) for name in dqn_atari.Batch._fields}
+    td_loss, q_values = dqn_atari.dqn_loss(table, target_table, dqn_atari.Batch(**columns))
+    np.testing.assert_allclose(td_loss.item(), reference.losses(q[state])[1], rtol=1e-8)
+    np.testing.assert_array_equal(q_values.detach().numpy(), q[state, batch.action.numpy()])
+    td_loss.backward()
+    expected[state] = reference.gradient(q[state])
+    np.testing.assert_allclose(table.q_values.grad.numpy(), expected, rtol=1e-8, atol=1e-12)
+    assert target_table.q_values.grad is None
 
 
-def test_reference_gradient_is_the_derivative_of_the_reference_loss() -> None:
-    """The two halves of the oracle, both written by hand, agree: central differences in every Q-value."""
-    rng = np.random.default_rng(3)
-    q, teacher_q, target, action = rng.normal(size=(3, 5)), rng.normal(size=(3, 5)), rng.normal(size=3), [4, 0, 2]
-    gradient = reference_gradient(q, np.array(action), target, teacher_q, 0.3, 0.5)
-    for index in np.ndindex(q.shape):
-        sides = []
-        for sign in (1, -1):
-            moved = q.copy()
-            moved[index] += sign * 1e-6
-            td, kl = reference_losses(moved, np.array(action), target, teacher_q, 0.5)
-            sides.append(td + 0.3 * kl)
-        assert (sides[0] - sides[1]) / 2e-6 == pytest.approx(gradient[index], rel=1e-6, abs=1e-8)
-
-
-def test_extreme_q_values_keep_the_loss_finite() -> None:
-    """A teacher thousands of temperatures sure of its action has softmax zeros: 0 · log 0 is 0, not NaN."""
+def test_extreme_q_values_give_a_finite_loss() -> None:
+    """Softmaxes underflow to zero, where 0 · log 0 is 0 and not NaN."""
     table = Table(np.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]]))
-    zeros = torch.zeros(2, dtype=torch.float64)
+    zeros, state = torch.zeros(2, dtype=torch.float64), torch.arange(2)
     teacher_q = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]], dtype=torch.float64)
-    batch = qdagger.Batch(torch.arange(2), torch.tensor([0, 1]), zeros, torch.arange(2), zeros, teacher_q)
-    losses = qdagger.qdagger_loss(table, qdagger.td_target(table, batch), batch, 1.0, 0.1)
+    batch = qdagger.Batch(state, torch.tensor([0, 1]), zeros, state, zeros, teacher_q, torch.ones(2, dtype=torch.bool))
+    losses = qdagger.qdagger_loss(table, table, batch, 1.0, 0.1)
     losses.loss.backward()
-    assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # one row: certain of an action 5e3 below; one: 0
+    assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # 5e3 / 0.1 in the first row, 0 in the second
     assert torch.isfinite(table.q_values.grad).all()
 
 
-# ==================== the whole update ====================
-
-
-@pytest.mark.parametrize(("weight", "temperature"), [(0.0, 1.0), (0.3, 0.1), (1.0, 0.1), (1.0, 1.0)])
-def test_losses_in_float32(weight: float, temperature: float) -> None:
-    """Networks and loss as they train: float32, channels_last, against the reference on the same weights."""
-    rng = np.random.default_rng(int(10 * weight + temperature))
-    student, target_network = (
-        spread(qdagger.QNetwork(6), seed).to(memory_format=torch.channels_last) for seed in (10, 11)
-    )
-    batch = make_batch(rng, 3, 6)
-    q = impala(float64_weights(student), batch.observation.numpy())
-    target = td_target(batch, impala(float64_weights(target_network), batch.bootstrap_observation.numpy()))
-    td, kl = reference_losses(
-        q, batch.action.numpy(), target, batch.teacher_q_values.numpy().astype(float), temperature
-    )
-    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, weight, temperature)
-    assert losses.td_loss.item() == pytest.approx(td, rel=1e-5)
-    assert losses.distill_loss.item() == pytest.approx(kl, rel=1e-5)
-    assert losses.loss.item() == pytest.approx(td + weight * kl, rel=1e-5)
-
-
-@pytest.mark.usefixtures("float64")
 def test_gradient_of_every_parameter() -> None:
-    """Directional derivatives of the reference, by central differences, along a random direction in every leaf.
+    """Compare with central differences of the reference, along a random direction in every array.
 
-    In float64 on both sides, so that a wrong term can't hide behind rounding.
+    Both sides compute in float64, so that no wrong term is as small as the rounding.
     """
-    rng = np.random.default_rng(5)
-    student = spread(qdagger.QNetwork(4), seed=20)
-    target_network = spread(qdagger.QNetwork(4), seed=21)
-    batch = make_batch(rng, 3, 4, torch.float64)
-    losses = qdagger.qdagger_loss(student, qdagger.td_target(target_network, batch), batch, 0.7, 0.5)
-    losses.loss.backward()
-
-    weights, action, teacher_q = float64_weights(student), batch.action.numpy(), batch.teacher_q_values.numpy()
-    target = td_target(batch, impala(float64_weights(target_network), batch.bootstrap_observation.numpy()))
+    rng, eps, arrays = np.random.default_rng(5), 1e-6, random_batch(5, 3, 4)
+    with float64():
+        q_network, target_network = (spread(qdagger.QNetwork(4), seed) for seed in (20, 21))
+        batch = qdagger.Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+        batch = batch._replace(teacher_q_values=batch.teacher_q_values.double())
+        losses = qdagger.qdagger_loss(q_network, target_network, batch, 0.7, 0.5)
+        losses.loss.backward()
+    weights = float64_weights(q_network)
+    bootstrap_q = impala(float64_weights(target_network), arrays["bootstrap_observation"])
+    reference = Reference(batch, bootstrap_q, 0.7, 0.5)
 
     def loss(changed: Weights) -> float:
-        q = impala(weights | changed, batch.observation.numpy())
-        td, kl = reference_losses(q, action, target, teacher_q, 0.5)
-        return td + 0.7 * kl
+        return reference.losses(impala(weights | changed, arrays["observation"]))[0]
 
     assert losses.loss.item() == pytest.approx(loss({}), rel=1e-10)
-    leaves = dict(student.named_parameters())
-    assert len(leaves) == 34
-    for name, parameter in leaves.items():
-        # Half of it along the gradient, or the derivative of a large leaf would drown in the differences' rounding.
-        gradient = parameter.grad.numpy()
-        direction = rng.normal(size=gradient.shape)
+    for name, parameter in q_network.named_parameters():
+        # Half along the gradient, or the derivative of a large array would be as small as the rounding of differences.
+        gradient, direction = parameter.grad.numpy(), rng.normal(size=parameter.shape)
         direction = direction / np.linalg.norm(direction) + gradient / np.linalg.norm(gradient)
-        eps = 1e-6
-        ahead, behind = loss({name: weights[name] + eps * direction}), loss({name: weights[name] - eps * direction})
-        assert (ahead - behind) / (2 * eps) == pytest.approx((gradient * direction).sum(), rel=1e-4), name
+        plus, minus = (loss({name: weights[name] + sign * eps * direction}) for sign in (1, -1))
+        assert (plus - minus) / (2 * eps) == pytest.approx((gradient * direction).sum(), rel=1e-4), name
+
+
+# ==================== updates ====================
 
 
 class Learner(NamedTuple):
-    """What a script's updates are made of."""
+    """An update function of a script and all that it uses."""
 
     update: Callable[..., Any]
     replay: Any
@@ -416,12 +279,12 @@ class Learner(NamedTuple):
     target_network: torch.nn.Module
     rng: np.random.Generator
 
-    def step(self) -> tuple:
-        """A step of two games, as the replay wants it, with random numbers in all that is kept."""
+    def random_step(self) -> tuple:
+        """Return random arguments for `Replay.add`."""
         rng, device = self.rng, self.replay.ring.frame.device
         observation = torch.from_numpy(rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)).to(device)
         reward, flags = rng.integers(-1, 2, 2, dtype=np.int32), rng.random((2, 2)) < 0.1
-        result = Step(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], games=[])
+        result = Step(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], episodes=[])
         step = observation, rng.integers(0, 6, 2), result
         if "teacher_q_values" not in self.replay.ring._fields:
             return step
@@ -429,156 +292,142 @@ class Learner(NamedTuple):
 
 
 class MetaGenerator(torch.Generator):
-    """The numbers of a device without data, that of "meta" tensors."""
+    """A generator for tensors without data, on the device "meta"."""
 
     device = torch.device("meta")
 
 
-def learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bool = False) -> Learner:
-    """Updates with a replay of 15 steps, which 20 have filled, of two networks that differ."""
-    args = script.Args(num_envs=2, n_step=3, batch_size=8, buffer_size=30)
+def make_learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bool = False) -> Learner:
+    """Make two networks that differ, a replay buffer of 15 steps that has wrapped around, and the update."""
+    args = script.Args(num_envs=2, n_step=3, batch_size=8)
     args.temperature = 0.5
     torch.manual_seed(7)
-    replay = script.Replay(*((30, 6, args) if script is qdagger else (args,)), torch.device(device))
-    q_network, target_network = (script.QNetwork(6).to(device, memory_format=torch.channels_last) for _ in range(2))
-    if device == "cpu":
-        optimizer = torch.optim.Adam(q_network.parameters(), lr=1e-3, fused=True)
-    else:
-        optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)  # Adam refuses
     generator = (torch.Generator if device == "cpu" else MetaGenerator)().manual_seed(7)
+    replay = script.Replay(30, *[6] * (script is qdagger), args, generator)
+    networks = [script.QNetwork(6).to(device, memory_format=torch.channels_last) for _ in range(2)]
+    if device == "cpu":
+        optimizer = torch.optim.Adam(networks[0].parameters(), lr=1e-3, fused=True)
+    else:  # fused Adam does not know the device
+        optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
     autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
-    update = script.make_update((q_network, target_network, optimizer, generator), replay, autocast, args)
-    made = Learner(
-        cuda_graphs(update, generator) if graph else update, replay, q_network, target_network, np.random.default_rng(7)
-    )
+    update = script.make_update(networks, optimizer, replay, autocast, args)
+    update = cuda_graph(update, generator) if graph else update
+    learner = Learner(update, replay, *networks, np.random.default_rng(7))
     for _ in range(20):
-        replay.add(*made.step())
-    return made
+        replay.add(*learner.random_step())
+    return learner
+
+
+def assert_same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
+    """Compare all weights bit by bit."""
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("script", [qdagger, dqn_atari])
-def test_update_is_a_draw_a_loss_and_a_step(script: Any, bf16: bool) -> None:
-    """λ and learning rates are those of the call, the steps are Adam's, and nothing but the student changes."""
-    made, autocast = learner(script, bf16=bf16), torch.autocast("cpu", torch.bfloat16, enabled=bf16)
-    student, target_weights = copy.deepcopy(made.q_network), copy.deepcopy(made.target_network.state_dict())
-    generator = torch.Generator().manual_seed(7)
-    adam = torch.optim.Adam(student.parameters(), lr=1e-3, fused=True)
-    for weight, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3]), (0.0, [2e-3])):
+@every_script
+def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
+    """λ and learning rates are those of the call, steps are Adam's, and the target network does not change."""
+    learner, autocast = make_learner(script, bf16=bf16), torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    q_network, target_network = copy.deepcopy(learner.q_network), copy.deepcopy(learner.target_network)
+    adam = torch.optim.Adam(q_network.parameters(), lr=1e-3, fused=True)
+    for coefficient, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3]), (0.0, [2e-3])):
         if script is dqn_atari:
             learning_rates = [1e-3]
-        draw = made.replay.sample(8 * len(learning_rates), *made.replay.window, generator)
-        if script is qdagger:
-            with autocast:
-                td_targets = qdagger.td_target(made.target_network, draw)
-            losses = made.update(*made.replay.window, weight, *learning_rates)
-        else:
-            losses = made.update(*made.replay.window)
-        for i, learning_rate in enumerate(learning_rates):
-            part = slice(8 * i, 8 * i + 8)
-            batch = script.Batch(*(column[part] for column in draw))
+        state = learner.replay.generator.get_state()
+        batches = [learner.replay.sample(8, *learner.replay.window) for _ in learning_rates]
+        learner.replay.generator.set_state(state)
+        losses = learner.update(*learner.replay.window, *([coefficient, *learning_rates] if script is qdagger else ()))
+        for batch, learning_rate in zip(batches, learning_rates, strict=True):
             with autocast:
                 if script is qdagger:
-                    expected = qdagger.qdagger_loss(student, td_targets[part], batch, weight, 0.5)
+                    expected = qdagger.qdagger_loss(q_network, target_network, batch, coefficient, 0.5)
                 else:
-                    expected = dqn_atari.dqn_loss(student, made.target_network, batch)
+                    expected = dqn_atari.dqn_loss(q_network, target_network, batch)
             adam.param_groups[0]["lr"] = learning_rate
             adam.zero_grad()
-            expected.loss.backward()
+            expected[0].backward()
             adam.step()
         assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(made.q_network.parameters(), student.parameters(), strict=True))
-        made.replay.add(*made.step())
-    assert all(parameter.grad is None for parameter in made.target_network.parameters())
-    assert all(torch.equal(value, target_weights[key]) for key, value in made.target_network.state_dict().items())
+        assert_same_weights(learner.q_network, q_network)
+        assert_same_weights(learner.target_network, target_network)
+        learner.replay.add(*learner.random_step())
+    assert all(parameter.grad is None for parameter in learner.target_network.parameters())
 
 
-class NothingWaits(TorchDispatchMode):
-    """Finds what would make the host wait for a GPU, for which the device without data stands in.
+class NoSynchronisation(TorchDispatchMode):
+    """Finds operations that would synchronise with a GPU, for which the device "meta" stands in.
 
-    That one raises by itself where the host asks for a number of it or for a shape that depends on its data. So what
-    remains are copies between it and the host: they must be asked for as such, and to go on in the background.
+    That device raises where its data are read and where a shape depends on data. There remain copies between it and
+    the host, which must be explicit and non-blocking.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs, result))
-        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        if len(devices) > 1:
-            assert func.overloadpacket is torch.ops.aten.copy_, f"{func} of tensors on {devices}"
-            assert args[2:] == (True,), "a copy that waits"
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            assert func.overloadpacket is torch.ops.aten.copy_, f"{func} between devices"
+            assert args[2:] == (True,), "a blocking copy"
         return result
 
 
-@pytest.mark.parametrize("script", [qdagger, dqn_atari])
-def test_nothing_waits_for_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates, moves of the target network, the teacher's forward pass, and what adds to the replay."""
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # knows no such device
-    made = learner(script, "meta")
-    changing = (0.5, 1e-3) if script is qdagger else ()
-    inputs = *made.replay.window, *changing
-    tensors = [torch.as_tensor(value, device="meta") for value in inputs]
-    teacher = (qdagger.TeacherNetwork if script is qdagger else script.QNetwork)(6).to("meta")
-    step = made.step()
-    with NothingWaits():
-        made.update(*inputs)
-        made.update(*tensors)  # as in a CUDA graph
-        script.update_target(made.target_network, made.q_network, 0.5)
-        teacher(torch.empty(2, 4, 84, 84, dtype=torch.uint8, device="meta"))
-        made.replay.add(*step)
+@every_script
+def test_nothing_synchronises_with_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither updates nor the target network, the forward pass of a network, and `Replay.add`."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # not for this device
+    learner = make_learner(script, "meta")
+    inputs = *learner.replay.window, *((0.5, 1e-3) if script is qdagger else ())
+    tensors, step = [torch.as_tensor(value, device="meta") for value in inputs], learner.random_step()
+    with NoSynchronisation():
+        learner.update(*inputs)
+        learner.update(*tensors)  # as in a CUDA graph
+        script.update_target(learner.target_network, learner.q_network, 0.5)
+        learner.q_network(step[0])
+        learner.replay.add(*step)
 
 
-# ==================== updates as CUDA graphs ====================
+# ==================== CUDA graphs ====================
 
 
-class Recording(TorchDispatchMode):
-    """Stands in for `torch.cuda.CUDAGraph` on a CPU: replays run the recorded operations, on the very same tensors.
+class RecordedGraph(TorchDispatchMode):
+    """A `torch.cuda.CUDAGraph` for a CPU: it records operations, and replays them on the same tensors.
 
-    As in a real one, whatever the function took from the host is what it was when it was recorded. Unlike there, the
-    operations are also carried out while they are recorded, so that the first replay has nothing left to do.
+    Values from the host are those of the capture, which also runs the operations, so that the first replay does not.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple] = []
         self.replays = 0
-        self.generators: list[torch.Generator] = []
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """What random numbers come from."""
-        self.generators.append(generator)
+        """Register a generator that replays may use."""
+        self.generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if generator := kwargs.get("generator"):  # another wrapper of the same one
-            assert any(torch.equal(generator.get_state(), x.get_state()) for x in self.generators), "not registered"
+        if generator := kwargs.get("generator"):
+            assert torch.equal(generator.get_state(), self.generator.get_state()), "not registered"
         result = func(*args, **kwargs)
         self.operations.append((func, args, kwargs, result))
         return result
 
     def replay(self) -> None:
-        """Runs what was recorded; new results go where the old ones lie."""
+        """Run the operations; results overwrite the earlier ones."""
         self.replays += 1
-        with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd():  # as kernels, which know no gradients
+        with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd():  # as kernels, without autograd
             for func, args, kwargs, result in self.operations if self.replays > 1 else ():
-                again = func(*args, **kwargs)
-                pairs = zip(result, again, strict=True) if isinstance(result, (tuple, list)) else [(result, again)]
-                for old, new in pairs:
+                for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
-    """The graphs that `CudaGraph` makes from here on; on a CPU, in place of CUDA's."""
-    made: list[Recording] = []
-
-    def make() -> Recording:
-        made.append(Recording())
-        return made[-1]
-
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Replace CUDA's graphs and streams; return the graphs that are made."""
+    made: list[RecordedGraph] = []
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(RecordedGraph()) or made[-1])
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -587,23 +436,21 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("script", [qdagger, dqn_atari])
-def test_graph_and_plain_updates_are_the_same(script: Any, bf16: bool, graphs: list[Recording]) -> None:
-    """All updates give the same losses, batches and weights, to the last bit.
+@every_script
+def test_cuda_graphs_give_the_same_updates(script: Any, bf16: bool, graphs: list[RecordedGraph]) -> None:
+    """Losses and weights are the same bit by bit, while the window, λ and the learning rate change.
 
-    Meanwhile the replay's window moves, λ falls and the learning rate rises, by numbers that float32 holds exactly.
+    λ and learning rates are numbers that float32 represents exactly.
     """
-    plain, graphed = (learner(script, bf16=bf16, graph=graph) for graph in (False, True))
-    for i in range(12):
-        # One update in a call, then three, then one: as offline, and as online.
+    plain, graphed = (make_learner(script, bf16=bf16, graph=graph) for graph in (False, True))
+    kinds = 2 if script is qdagger else 1  # one learning rate in a call, as offline, or three, as online
+    for i in range(6 * kinds):
         changing = (1 - i / 16, *[2**-13 * (i + 1)] * (1 + i % 2 * 2)) if script is qdagger else ()
-        expected, got = (made.update(*made.replay.window, *changing) for made in (plain, graphed))
-        for a, b in zip(expected, got, strict=True):
+        expected, losses = (learner.update(*learner.replay.window, *changing) for learner in (plain, graphed))
+        for a, b in zip(expected, losses, strict=True):
             assert not a.requires_grad
             assert torch.equal(a, b), i
-        for a, b in zip(plain.q_network.parameters(), graphed.q_network.parameters(), strict=True):
-            assert torch.equal(a, b), i
-        for made in (plain, graphed):
-            made.replay.add(*made.step())
-    kinds = 2 if script is qdagger else 1
-    assert [graph.replays for graph in graphs] == [12 // kinds - CudaGraph.CALLS_BEFORE] * kinds
+        assert_same_weights(plain.q_network, graphed.q_network)
+        for learner in (plain, graphed):
+            learner.replay.add(*learner.random_step())
+    assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS] * kinds

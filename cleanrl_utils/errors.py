@@ -1,0 +1,61 @@
+"""Errors that a user can cause, each in one line."""
+
+import errno
+import importlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UserError(Exception):
+    """An error that the user can put right. The message is one line: the problem, the value found, the remedy."""
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Print a :class:`UserError`, a full disk and Ctrl-C as one line on stderr and exit with 2, 1 and 130."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the shell's 2>&-)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # the output contains "±", which some encodings lack
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would fail again when it flushes stdout at the end
+        sys.exit(141)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        what = error.filename or "a log file"
+        remedy = "make room; `--resume` continues a run that has a checkpoint"
+        print(f"error: {what} could not be written ({error.strerror}); {remedy}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+def one_line(error: BaseException) -> str:
+    """Return an exception's message as one printable line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+def flag(name: str) -> str:
+    """Return the spelling of a field on the command line: ``total_timesteps`` → ``--total-timesteps``."""
+    return "--" + name.replace("_", "-")
+
+
+def require_packages(what: str, *modules: str) -> None:
+    """Import ``modules``, which ``what`` needs; raise a UserError if one is missing."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            extra = {"jax": "jax", "matplotlib": "plot", "submitit": "slurm"}.get(module, "atari")
+            raise UserError(f"{what} needs the package {module} ({error}): pip install '.[{extra}]'") from error

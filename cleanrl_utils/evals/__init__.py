@@ -1,1 +1,0 @@
-"""Play whole games with a saved model."""

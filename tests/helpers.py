@@ -1,0 +1,185 @@
+"""Helpers of several test files: small runs, small networks, and reading what a run wrote."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dqn_atari
+import dqn_atari_jax
+import flax.linen as nn
+import gymnasium as gym
+import jax
+import numpy as np
+import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
+import torch
+from ale_py.env import AtariEnv
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanrl_utils.atari import FRAME_SKIP, MAX_FRAMES, NOOP_MAX, parse_env_id
+
+REPO = Path(__file__).parent.parent
+GAME, NUM_ACTIONS = "KlaxNoFrameskip-v4", 18  # with any policy, an episode of Klax ends after a few hundred steps
+STUDENT, DQN = qdagger.__name__, dqn_atari.__name__
+STUDENT_JAX, DQN_JAX = qdagger_jax.__name__, dqn_atari_jax.__name__
+TIMED_TAGS = {"charts/teacher/SPS", "charts/SPS", "charts/offline/updates_per_second"}
+Scalars = dict[str, list[tuple[int, float]]]  # the points (step, value) of each tag, in the order of the file
+
+
+class SmallNetwork(torch.nn.Module):
+    """A Q-network that is fast: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+
+    def __init__(self, num_actions: int):
+        super().__init__()
+        self.network = torch.nn.Sequential(
+            torch.nn.Conv2d(4, 4, 8, stride=8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(400, num_actions)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.network(x / 255.0).float()
+
+
+class SmallFlaxNetwork(nn.Module):
+    """The same in flax."""
+
+    num_actions: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nn.relu(nn.Conv(4, (8, 8), 8, padding="VALID")(x.transpose(0, 2, 3, 1) / 255.0))
+        return nn.Dense(self.num_actions)(x.reshape(x.shape[0], -1))
+
+
+NETWORKS = {script: script.QNetwork for script in (qdagger, dqn_atari, qdagger_jax, dqn_atari_jax)}
+SMALL_NETWORKS = {script: SmallFlaxNetwork if "jax" in script.__name__ else SmallNetwork for script in NETWORKS}
+
+
+def tiny(teacher: Path | None = None, **changes: Any) -> qdagger.Args:
+    """Return the flags of a QDagger run that takes seconds."""
+    flags = {"env_id": GAME, "teacher_policy_hf_repo": teacher and str(teacher), "teacher_model_exp_name": DQN}
+    flags |= {"teacher_eval_episodes": 1, "eval_episodes": 1, "num_envs": 2, "batch_size": 4}
+    flags |= {"teacher_steps": 60, "offline_steps": 4, "offline_eval_frequency": 4}
+    flags |= {"total_timesteps": 60, "buffer_size": 1000, "learning_starts": 20}
+    flags |= {"end_e": 0.8}  # a greedy policy that is hardly trained may repeat one action for a long time
+    return qdagger.Args(**(flags | changes))
+
+
+def twin(args: Any, script: Any) -> Any:
+    """Return the same flags for another script, as far as it has them."""
+    names = script.Args.__dataclass_fields__.keys() - ({"exp_name"} if args.exp_name == type(args).exp_name else set())
+    return script.Args(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def write_teacher(directory: Path, num_actions: int = NUM_ACTIONS, **changes: torch.Tensor | None) -> Path:
+    """Write a teacher of random weights; ``changes`` replace or, if None, remove entries of its state dict."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        weights = {**qdagger.TeacherNetwork(num_actions).state_dict(), **changes}
+    torch.save({key: value for key, value in weights.items() if value is not None}, directory / f"{DQN}.cleanrl_model")
+    return directory
+
+
+def run_script(script: str, cwd: Path, *flags: object, **environ: str) -> subprocess.CompletedProcess:
+    """Run ``python cleanrl/{script}.py flags`` in the folder ``cwd``."""
+    return subprocess.run(
+        [sys.executable, REPO / "cleanrl" / f"{script}.py", *map(str, flags)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **environ},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def without_torch(directory: Path) -> Path:
+    """Make a directory that, first in PYTHONPATH, makes the import of PyTorch fail."""
+    directory.mkdir()
+    (directory / "torch.py").write_text("raise ImportError('No module named torch')")
+    return directory
+
+
+def only(paths: Iterable[Path]) -> Path:
+    """Return the only path of ``paths``."""
+    (path,) = paths
+    return path
+
+
+def read_scalars(run_dir: Path) -> Scalars:
+    """Read the curves of a run as TensorBoard shows them."""
+    accumulator = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    tags = accumulator.Tags()["scalars"]
+    return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
+
+
+def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Draw larger weights and random biases, so that no term of the network is negligible."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            fan_in = parameter[0].numel() if parameter.dim() > 1 else 4
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.copy_(noise * (1.5 / fan_in) ** 0.5)
+    return network
+
+
+def random_batch(seed: int, size: int, num_actions: int, flat: bool = False) -> dict[str, np.ndarray]:
+    """Draw transitions in float32: the first is a termination, the last a final observation.
+
+    Observations are noise or, with ``flat``, flat areas as in Atari games, where max-pooling finds many equal maxima.
+    """
+    rng = np.random.default_rng(seed)
+    if flat:
+        observations = np.kron(rng.integers(0, 256, (2, size, 4, 6, 6)), np.ones((14, 14))).astype(np.uint8)
+    else:
+        observations = rng.integers(0, 256, (2, size, 4, 84, 84), dtype=np.uint8)
+    return {
+        "observation": observations[0],
+        "action": rng.integers(0, num_actions, size),
+        "n_step_return": rng.uniform(-2, 2, size).astype(np.float32),
+        "bootstrap_observation": observations[1],
+        "bootstrap_discount": np.where(np.arange(size) == 0, 0, rng.choice([0.99, 0.99**3], size)).astype(np.float32),
+        "teacher_q_values": rng.normal(size=(size, num_actions)).astype(np.float32),
+        "valid": np.arange(size) < size - 1,
+    }
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Let PyTorch compute in float64, also where the networks convert to float32 before their last layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def make_wrapped_env(env_id: str, repeat_action_probability: float | None = None) -> gym.Env:
+    """Make one environment in the Atari wrappers of stable-baselines3, the oracle for ``AtariEnvs``.
+
+    Observations are uint8 (4, 84, 84) and rewards are not clipped. An episode ends with a life; ``reset`` then
+    continues the game until ``env.unwrapped.ale.game_over()``.
+    """
+    from stable_baselines3.common import atari_wrappers as sb3
+
+    rom, sticky = parse_env_id(env_id, repeat_action_probability)
+    options = {"repeat_action_probability": sticky, "max_num_frames_per_episode": MAX_FRAMES}
+    env = AtariEnv(rom, frameskip=1, **options)
+    meanings = env.get_action_meanings()
+    has_noop = meanings[0] == "NOOP"  # Backgammon and Video Checkers have none, and these wrappers need it
+    if has_noop:
+        env = sb3.NoopResetEnv(env, NOOP_MAX)
+    env = sb3.MaxAndSkipEnv(env, FRAME_SKIP)
+    env = sb3.EpisodicLifeEnv(env)
+    if has_noop and "FIRE" in meanings:
+        env = sb3.FireResetEnv(env)
+    env = gym.wrappers.ReshapeObservation(sb3.WarpFrame(env), (84, 84))
+    return gym.wrappers.FrameStackObservation(env, 4)

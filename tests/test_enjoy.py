@@ -1,0 +1,155 @@
+"""The command that plays a saved model: which script and backend, the same episodes for all, bad input."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
+import torch
+
+from cleanrl_utils import enjoy
+from cleanrl_utils.errors import UserError
+from cleanrl_utils.models import convert
+
+ROOT = Path(__file__).parent.parent
+GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_episodes() -> Iterator[None]:
+    """Truncate episodes after 100 steps, in which any policy gets rewards in Alien."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cleanrl_utils.atari.MAX_FRAMES", 400)
+        yield
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DQN with random weights, in both formats."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(1)
+    qdagger.save_model(qdagger.TeacherNetwork(NUM_ACTIONS), folder / "dqn_atari.cleanrl_model")
+    convert(folder / "dqn_atari.cleanrl_model", folder / "dqn_atari_jax.cleanrl_model")
+    return folder
+
+
+def play(repository: Path | str, **flags: object) -> np.ndarray:
+    flags = {"env_id": GAME, "eval_episodes": 2, "epsilon": 0.5, "seed": 5} | flags
+    return enjoy.main(enjoy.Args(hf_repository=str(repository), **flags))
+
+
+def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixture) -> None:
+    """Both backends and formats, a file or its directory. Rounding does not decide between these actions."""
+    expected = play(directory)
+    assert expected.shape == (2,)
+    assert len({*expected}) > 1
+    for repository, flags in (
+        (directory, {"exp_name": "dqn_atari_jax"}),
+        (directory / "dqn_atari.cleanrl_model", {"exp_name": "c51"}),
+        (directory / "dqn_atari_jax.cleanrl_model", {}),
+        (directory / "dqn_atari_jax.cleanrl_model", {"script": Path(qdagger.__file__)}),
+    ):
+        np.testing.assert_array_equal(play(repository, **flags), expected)
+    assert (play(directory, seed=6) != expected).any()
+    a, b = sorted(expected)
+    mean, quartiles = (a + b) / 2, ", ".join(f"{x:g}" for x in (0.75 * a + 0.25 * b, (a + b) / 2, 0.25 * a + 0.75 * b))
+    line = (
+        f"{GAME}: mean return {mean:.2f} ± {(b - a) / 2:.2f} (standard error {(b - a) / 2:.2f}, quartiles {quartiles})"
+    )
+    assert f"{line} over 2 episodes at epsilon 0.5\n" in capsys.readouterr().out
+
+
+def test_one_episode_and_its_video(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """One episode has no standard error."""
+    monkeypatch.chdir(tmp_path)
+    (episodic_return,) = play(directory, eval_episodes=1, capture_video=True)
+    number = f"{episodic_return:g}"
+    line = f"± 0.00 (quartiles {number}, {number}, {number}) over 1 episode at epsilon 0.5"
+    assert line in capsys.readouterr().out
+    (video,) = Path("videos").rglob("*.mp4")
+    assert video.read_bytes()[4:8] == b"ftyp"
+
+
+def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CleanRL's flags name the repository."""
+    asked = []
+    monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(vars(args[3])) or np.zeros(3))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args: asked.append(args) or 1 / 0)
+    flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
+    with pytest.raises(UserError, match="repository 'lab/ALE-Alien-v5-c51_atari-seed2': division by zero"):
+        play("", **flags)
+    play(directory, repeat_action_probability=0.1)
+    assert asked[0] == ("lab/ALE-Alien-v5-c51_atari-seed2", "c51_atari.cleanrl_model")
+    expected = {"env_id": GAME, "end_e": 0.5, "seed": 5, "repeat_action_probability": 0.1, "capture_video": False}
+    assert expected.items() <= asked[1].items()
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        ("dqn_atari", "qdagger_dqn_atari_impalacnn"),
+        ("c51_atari_jax", "qdagger_dqn_atari_jax_impalacnn"),
+        ("wide", "wide"),
+        ("wide-offline-40", "wide"),
+        ("wide-offline-x", "qdagger_dqn_atari_impalacnn"),
+    ],
+)
+def test_script_of_a_model(name: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of that name if it loads models, otherwise QDagger's for the backend in the name."""
+    monkeypatch.setattr(enjoy, "SCRIPTS", tmp_path / "cleanrl")
+    (tmp_path / "cleanrl").mkdir()
+    (tmp_path / "cleanrl" / "dqn_atari.py").write_text("import torch\n")
+    for file in ("wide", "qdagger_dqn_atari_impalacnn", "qdagger_dqn_atari_jax_impalacnn"):
+        (tmp_path / "cleanrl" / f"{file}.py").write_text("def load_model():\n    pass\n")
+    assert enjoy.import_script(None, name).__file__ == str(tmp_path / "cleanrl" / f"{script}.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
+        ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
+        ({"env_id": "AliennNoFrameskip-v4"}, "Did you mean: `Alien`?"),
+        ({"env_id": "PongNoFrameskip-v4"}, "the shape in current model is torch.Size([6, 512])"),
+        ({"exp_name": "c51"}, "the directory has ['dqn_atari.cleanrl_model', 'dqn_atari_jax.cleanrl_model']; "),
+        ({"script": Path("nowhere.py")}, "nowhere.py cannot be imported ("),
+        ({"script": ROOT / "README.md"}, "README.md cannot be imported ("),
+        ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "has no function load_model"),
+        ({"repeat_action_probability": 1.0}, "--repeat-action-probability is 1.0"),
+    ],
+)
+def test_bad_input(flags: dict, message: str, directory: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        play(directory, **flags)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_video_without_its_packages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error comes before the first episode."""
+    monkeypatch.setattr(enjoy, "play_episodes", lambda *_, **__: pytest.fail("an episode was played"))
+    monkeypatch.setitem(sys.modules, "imageio", None)
+    with pytest.raises(UserError, match=r"--capture-video needs the package imageio .*pip install"):
+        play(directory, capture_video=True)
+
+
+def test_jax_model_plays_without_torch(directory: Path, tmp_path: Path) -> None:
+    """A model of PyTorch is one line and exit code 2. Klax is over within a few hundred steps, and has 18 actions."""
+    (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
+    command = [sys.executable, "-m", "cleanrl_utils.enjoy", "--hf-repository", str(directory), "--eval-episodes", "1"]
+    command += ["--env-id", "KlaxNoFrameskip-v4", "--exp-name"]
+    environment = {"PATH": "", "PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"}
+    jax, torch = (
+        subprocess.run([*command, name], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        for name in ("dqn_atari_jax", "dqn_atari")
+    )
+    assert jax.returncode == 0, jax.stderr
+    assert "KlaxNoFrameskip-v4: mean return " in jax.stdout
+    assert torch.returncode == 2
+    assert len(torch.stderr.splitlines()) == 1
+    assert "dqn_atari.py cannot be imported (No module named torch)" in torch.stderr
