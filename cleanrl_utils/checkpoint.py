@@ -81,9 +81,6 @@ class Checkpoint:
     optimizers and generators, NumPy generators, the TensorBoard :class:`Writer` and trees of JAX arrays; and a replay
     buffer with ``ring``, ``length``, ``steps_added`` and ``age`` as in the scripts.
 
-    Args:
-        args: the flags of the run; with ``resume`` its newest checkpoint is read, otherwise ``run_dir`` is made.
-
     Raises:
         UserError: the directory can't be made; another process runs the run; or no checkpoint of it can be read.
     """
@@ -253,9 +250,6 @@ class Checkpoint:
         return segment
 
 
-# ==================== reading ====================
-
-
 class DamagedFile(Exception):
     """A file of a checkpoint is missing or damaged."""
 
@@ -318,9 +312,6 @@ def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
             return {name: file.read(name) for name in members}
     except Exception as error:  # OSError, BadZipFile, and many kinds where its directory is damaged
         raise DamagedFile(f"{path.name} can't be read: {error}") from error
-
-
-# ==================== modules and arrays of both libraries ====================
 
 
 class NotFinite(Exception):

@@ -12,7 +12,7 @@ from cleanrl_utils.hub import check_upload_possible
 
 STACK = 4  # frames of an observation
 ACTIVATION_BYTES = 2_000_000  # of a transition in a batch: the outputs of the ImpalaCNN's layers in float32
-LIMITS = (
+LIMITS = (  # flags, and the smallest and largest value that they may have
     ("num_envs buffer_size target_network_frequency batch_size train_frequency n_step eval_episodes", 1, 10**12),
     ("teacher_eval_episodes teacher_steps offline_eval_frequency", 1, 10**12),
     ("total_timesteps learning_starts offline_steps warmup_updates", 0, 10**12),
@@ -21,9 +21,7 @@ LIMITS = (
     ("gamma tau start_e end_e exploration_fraction", 0, 1),
     ("seed", 0, 2**32 - 1),
 )
-"""flags, and the smallest and largest value that they may have"""
-PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}
-"""modules that a flag needs beside those that every run needs"""
+PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}  # modules that only a flag needs
 
 
 def check_args(args: Any) -> Any:

@@ -35,9 +35,6 @@ def warn_of_unused_gpu(library: str) -> None:
         print(f"WARNING: {library} can't use the NVIDIA GPU and computes on the CPU; {remedy}", file=sys.stderr)
 
 
-# ==================== memory ====================
-
-
 def available_memory(device: Any) -> int:
     """Return the bytes that a replay buffer may take on a device of PyTorch or JAX."""
     if getattr(device, "type", "") == "cuda":
@@ -75,9 +72,6 @@ def cgroup_memory() -> Iterator[int]:
                 yield limit - usage + (int(cached[1]) if cached else 0)
             if directory == root:
                 break
-
-
-# ==================== PyTorch ====================
 
 
 def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.autocast"]:
@@ -157,9 +151,6 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator") -> Ca
     """Return ``function`` as CUDA graphs, one for each number of arguments."""
     graph = functools.cache(lambda number: CudaGraph(function, generator))
     return lambda *inputs: graph(len(inputs))(*inputs)
-
-
-# ==================== JAX ====================
 
 
 def pick_jax_device(bf16: bool) -> Any:

@@ -11,8 +11,7 @@ from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line
 from cleanrl_utils.tracking import video_dir
 
-QFunction = Callable[[np.ndarray], np.ndarray]
-"""maps uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values"""
+QFunction = Callable[[np.ndarray], np.ndarray]  # uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values
 
 MAX_PARALLEL_EPISODES = 64
 
@@ -81,10 +80,7 @@ def play_episodes(
 
 
 def film_episode(q_function: QFunction, path: Path, args: Any, between: Callable[[], None] = lambda: None) -> float:
-    """Play one episode, film it to the mp4 file ``path`` and return its return.
-
-    The other arguments are those of :func:`play_episodes`. A video that can't be written costs a warning only.
-    """
+    """Play one episode, film it to the mp4 file ``path``, or warn if it can't be written, and return its return."""
     from imageio import get_writer
 
     rng = np.random.default_rng(args.seed)

@@ -21,10 +21,8 @@ import tyro
 from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages
 from cleanrl_utils.tracking import atomic_write
 
-Weights = dict[str, np.ndarray]
-"""float32 arrays under the names and in the layout of a PyTorch state dict, such as network.0.weight"""
-Params = dict[str, Any]
-"""arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel"""
+Weights = dict[str, np.ndarray]  # float32 arrays under the names and in the layout of a PyTorch state dict
+Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel
 TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")  # a zip archive; before PyTorch 1.6, pickles of protocol 2
 FLAX_ARRAY = 1  # flax's msgpack extension code of an array
 

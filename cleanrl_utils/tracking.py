@@ -145,11 +145,9 @@ class ProgressBar:
     def __init__(self, run_dir: Path, phase: str, steps: range, unit: str):
         self.run_dir, self.phase, self.steps, self.written = run_dir, phase, steps, 0.0
         self.episodic_return: float | None = None
-        # A log file gets a line every half minute, a terminal two updates a second.
-        self.bar = tqdm(
-            total=steps.stop, initial=steps.start, desc=phase, unit=unit, smoothing=0.05,
-            mininterval=0.5 if sys.stderr.isatty() else 30,
-        )  # fmt: skip
+        interval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
+        count = {"total": steps.stop, "initial": steps.start, "unit": unit}
+        self.bar = tqdm(desc=phase, smoothing=0.05, mininterval=interval, **count)
 
     def __iter__(self) -> Iterator[int]:
         for step in self.steps:
