@@ -199,8 +199,7 @@ class TeacherNetwork(nn.Module):
 
 def load_teacher(repo: str, exp_name: str, num_actions: int) -> nn.Module:
     """Load ``{exp_name}.cleanrl_model`` from a local directory or else from a hub repository; see `load_model`."""
-    filename = f"{exp_name}.cleanrl_model"
-    with download_errors(repo, filename):
+    with download_errors(repo, filename := f"{exp_name}.cleanrl_model"):
         directory = Path(repo).expanduser()
         path = directory / filename if directory.is_dir() else Path(hf_hub_download(repo, filename))
     return load_model(path, num_actions)
@@ -308,9 +307,8 @@ class Replay:
             running = running & ~self.ring.terminated[slot, env]
         slot = t % self.length
         action, valid = self.ring.action[slot, env].long(), self.ring.valid[slot, env]
-        bootstrap_observation, teacher_q_values = self.stack(t + m, env), self.ring.teacher_q_values[slot, env]
-        observation = self.stack(t, env)
-        return Batch(observation, action, n_step_return, bootstrap_observation, discount, teacher_q_values, valid)
+        bootstrap, teacher_q_values = self.stack(t + m, env), self.ring.teacher_q_values[slot, env]
+        return Batch(self.stack(t, env), action, n_step_return, bootstrap, discount, teacher_q_values, valid)
 
     def stack(self, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
         """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
@@ -328,15 +326,19 @@ class Losses(NamedTuple):
     q_values: torch.Tensor  # float32 (B,), of the actions taken
 
 
+@torch.no_grad()
+def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+
+
 def qdagger_loss(
-    q_network: nn.Module, target_network: nn.Module, batch: Batch, distill_coefficient: float, temperature: float
+    q_network: nn.Module, y: torch.Tensor, batch: Batch, distill_coefficient: float, temperature: float
 ) -> Losses:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), y = Σ γᵏ r + γᵐ max Q'(s',·)
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), with y of :func:`td_target`
     """
-    with torch.no_grad():
-        y = batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
     td_loss = F.mse_loss(q_of_action * batch.valid, y * batch.valid)
@@ -354,18 +356,20 @@ def make_update(
 
     def update(low: float, high: float, distill_coefficient: float, *learning_rates: float) -> Losses:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
-        for learning_rate in learning_rates:
+        batches = replay.sample(len(learning_rates) * args.batch_size, low, high)
+        with autocast:
+            targets = td_target(networks[1], batches)  # of all batches at once, which takes less time
+        parts = zip(*(x.split(args.batch_size) for x in (targets, *batches)), strict=True)
+        for learning_rate, (y, *batch) in zip(learning_rates, parts, strict=True):
             optimizer.param_groups[0]["lr"] = learning_rate  # in a CUDA graph a tensor, as are all arguments
-            batch = replay.sample(args.batch_size, low, high)
             with autocast:
-                losses = loss_function(*networks, batch, distill_coefficient, args.temperature)
+                losses = loss_function(networks[0], y, Batch(*batch), distill_coefficient, args.temperature)
             optimizer.zero_grad()
             losses.loss.backward()
             optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    use_graph = args.cuda_graph and replay.generator.device.type == "cuda"
-    return cuda_graph(update, replay.generator) if use_graph else update
+    return cuda_graph(update, replay.generator) if args.cuda_graph and replay.ring.frame.is_cuda else update
 
 
 @torch.no_grad()
@@ -439,8 +443,7 @@ def main(args: Args) -> None:
     )
 
     checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir
-    writer = start_logging(args, run_dir)
+    writer = start_logging(args, run_dir := checkpoint.run_dir)
     modules = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
     modules |= {"generator": generator, "rng": rng, "writer": writer}
     progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run

@@ -183,3 +183,15 @@ def make_wrapped_env(env_id: str, repeat_action_probability: float | None = None
         env = sb3.FireResetEnv(env)
     env = gym.wrappers.ReshapeObservation(sb3.WarpFrame(env), (84, 84))
     return gym.wrappers.FrameStackObservation(env, 4)
+
+
+def qdagger_losses(
+    q_network: torch.nn.Module,
+    target_network: torch.nn.Module,
+    batch: Any,
+    distill_coefficient: float,
+    temperature: float,
+) -> Any:
+    """Compute the losses of the PyTorch script with its own TD target."""
+    y = qdagger.td_target(target_network, batch)
+    return qdagger.qdagger_loss(q_network, y, batch, distill_coefficient, temperature)

@@ -14,7 +14,7 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 import torch.nn.functional as F
-from helpers import GAME, NUM_ACTIONS, REPO, only, read_scalars, run_script, write_teacher
+from helpers import GAME, NUM_ACTIONS, REPO, only, qdagger_losses, read_scalars, run_script, write_teacher
 
 from cleanrl_utils import device
 from cleanrl_utils.atari import Step
@@ -98,7 +98,7 @@ def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
     for learner in learners:
         on_device = qdagger.Batch(*(array.to(learner.replay.generator.device) for array in batch))
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            qdagger.qdagger_loss(learner.q_network, learner.q_network, on_device, 1.0, 0.1).loss.backward()
+            qdagger_losses(learner.q_network, learner.q_network, on_device, 1.0, 0.1).loss.backward()
         gradients.append(torch.cat([parameter.grad.flatten().cpu() for parameter in learner.q_network.parameters()]))
     assert F.cosine_similarity(*gradients, dim=0) > (0.99 if bf16 else 0.9999)
 

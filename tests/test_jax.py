@@ -25,6 +25,7 @@ from helpers import (
     SmallNetwork,
     float64,
     only,
+    qdagger_losses,
     random_batch,
     read_scalars,
     run_script,
@@ -71,7 +72,7 @@ def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:
 
 def torch_loss(script: Any, *inputs: Any) -> Any:
     """Compute the loss of a PyTorch script from its networks, a batch, λ and the temperature."""
-    return qdagger.qdagger_loss(*inputs) if script is qdagger else dqn_atari.dqn_loss(*inputs[:3])
+    return qdagger_losses(*inputs) if script is qdagger else dqn_atari.dqn_loss(*inputs[:3])
 
 
 # ==================== networks ====================

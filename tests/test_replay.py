@@ -13,7 +13,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import NETWORKS
+from helpers import NETWORKS, qdagger_losses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -341,6 +341,7 @@ def test_samples_without_a_valid_candidate_have_no_td_error(script: Any) -> None
     coefficients = (1.0, 0.5) if rollout.buffer.distills else ()
     if rollout.buffer.torch:
         networks = [lambda x, scale=scale: q_function(scale, x) for scale in (1.0, 2.0)]
+        loss = qdagger_losses if rollout.buffer.distills else loss
         losses = loss(*networks, type(batch)(*map(torch.as_tensor, batch)), *coefficients)
     else:
         losses = loss(1.0, 2.0, batch, *coefficients, q_function)[1]

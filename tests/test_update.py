@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
-from helpers import float64, random_batch, spread
+from helpers import float64, qdagger_losses, random_batch, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -206,7 +206,7 @@ def test_loss_and_its_gradient(
         valid=torch.from_numpy(rng.random(size) < 0.7),
     )
     table, reference = Table(q), Reference(batch, q[next_state], coefficient, temperature)
-    losses = qdagger.qdagger_loss(table, table, batch, coefficient, temperature)
+    losses = qdagger_losses(table, table, batch, coefficient, temperature)
     found = [term.item() for term in losses[:3]]
     np.testing.assert_allclose(found, reference.losses(q[state]), rtol=1e-8, atol=1e-12)
     np.testing.assert_array_equal(losses.q_values.detach().numpy(), q[state, batch.action.numpy()])
@@ -233,7 +233,7 @@ def test_extreme_q_values_give_a_finite_loss() -> None:
     zeros, state = torch.zeros(2, dtype=torch.float64), torch.arange(2)
     teacher_q = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]], dtype=torch.float64)
     batch = qdagger.Batch(state, torch.tensor([0, 1]), zeros, state, zeros, teacher_q, torch.ones(2, dtype=torch.bool))
-    losses = qdagger.qdagger_loss(table, table, batch, 1.0, 0.1)
+    losses = qdagger_losses(table, table, batch, 1.0, 0.1)
     losses.loss.backward()
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # 5e3 / 0.1 in the first row, 0 in the second
     assert torch.isfinite(table.q_values.grad).all()
@@ -249,7 +249,7 @@ def test_gradient_of_every_parameter() -> None:
         q_network, target_network = (spread(qdagger.QNetwork(4), seed) for seed in (20, 21))
         batch = qdagger.Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
         batch = batch._replace(teacher_q_values=batch.teacher_q_values.double())
-        losses = qdagger.qdagger_loss(q_network, target_network, batch, 0.7, 0.5)
+        losses = qdagger_losses(q_network, target_network, batch, 0.7, 0.5)
         losses.loss.backward()
     weights = float64_weights(q_network)
     bootstrap_q = impala(float64_weights(target_network), arrays["bootstrap_observation"])
@@ -335,13 +335,16 @@ def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
         if script is dqn_atari:
             learning_rates = [1e-3]
         state = learner.replay.generator.get_state()
-        batches = [learner.replay.sample(8, *learner.replay.window) for _ in learning_rates]
+        whole = learner.replay.sample(8 * len(learning_rates), *learner.replay.window)
+        batches = [script.Batch(*parts) for parts in zip(*(column.split(8) for column in whole), strict=True)]
         learner.replay.generator.set_state(state)
         losses = learner.update(*learner.replay.window, *([coefficient, *learning_rates] if script is qdagger else ()))
-        for batch, learning_rate in zip(batches, learning_rates, strict=True):
+        with autocast:  # the target network is the same for all batches
+            targets = qdagger.td_target(target_network, whole).split(8)
+        for batch, y, learning_rate in zip(batches, targets, learning_rates, strict=True):
             with autocast:
                 if script is qdagger:
-                    expected = qdagger.qdagger_loss(q_network, target_network, batch, coefficient, 0.5)
+                    expected = qdagger.qdagger_loss(q_network, y, batch, coefficient, 0.5)
                 else:
                     expected = dqn_atari.dqn_loss(q_network, target_network, batch)
             adam.param_groups[0]["lr"] = learning_rate
