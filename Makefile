@@ -15,7 +15,7 @@ DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 
 help:
 	@echo "make demo           train a student on Pong from the teacher in teachers/, 5 to 13 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX, 18 minutes"
-	@echo "make test           run the tests, 8 to 10 minutes on 2 cores"
+	@echo "make test           run the tests, about 5 minutes on 2 cores of an AMD EPYC with AVX512"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a Slurm cluster, 7 minutes"
 	@echo "make torture        kill and resume a run 100 times"
@@ -31,8 +31,8 @@ help:
 demo: $(VENV)/atari
 	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO) --offline-steps 2000
 
-# JAX's updates take three times as long on a CPU: half as many offline, in which the teaching has the authors' weight.
-# After so few, 3-step returns had got further (one seed).
+# An update in JAX takes three times as long on a CPU: half as many offline, with three times the teacher's weight.
+# With so few updates, 3-step returns gave a higher return (one seed).
 demo-jax: $(VENV)/jax
 	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) \
 		--offline-steps 1000 --distill-coefficient 3 --n-step 3
