@@ -376,8 +376,8 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluation):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
+    checkpoint.close()  # Ctrl-C ends what follows, a finished run's uploads, at once
     writer.close()
-    checkpoint.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluation)
     checkpoint.finish()

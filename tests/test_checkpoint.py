@@ -33,11 +33,13 @@ from ale_py.vector_env import AtariVectorEnv
 from helpers import NETWORKS, REPO, STUDENT, TIMED_TAGS, Scalars, only, read_scalars, tiny, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cleanrl_utils import checkpoint as checkpoint_module
 from cleanrl_utils.checkpoint import Checkpoint, dump, load, load_checkpoint, parse_args
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evaluation import play_episodes
+from cleanrl_utils.tracking import Writer
 
 # ==================== files ====================
 
@@ -390,6 +392,24 @@ def test_names_follow_contents(two: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 # ==================== modules ====================
+
+
+def test_a_watching_tensorboard_forgets_points_that_are_logged_again(tmp_path: Path) -> None:
+    """It has read points after the checkpoint when the run is killed, and sees them once after the resume."""
+    writer, watching = Writer(tmp_path), EventAccumulator(str(tmp_path))
+    for step in range(1, 11):
+        writer.add_scalar("x", step, step)
+        if step == 5:
+            state = writer.state_dict()
+    writer.state_dict()
+    assert len(watching.Reload().Scalars("x")) == 10
+    resumed = Writer(tmp_path)
+    resumed.load_state_dict(state)
+    for step in range(6, 9):
+        resumed.add_scalar("x", -step, step)
+    resumed.close()
+    points = [(event.step, event.value) for event in watching.Reload().Scalars("x")]
+    assert points == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, -6), (7, -7), (8, -8)]
 
 
 def test_optimizer() -> None:

@@ -22,6 +22,7 @@ import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 
 from cleanrl_utils import device
+from cleanrl_utils.atari import available_cores  # before a fixture replaces it
 from cleanrl_utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,3 +169,19 @@ def test_throughput(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (.+?/s) \| ([\d.]+) \|$", run.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["teacher data, steps/s", "offline, updates/s", "online, steps/s"]
     assert all(float(speed) > 0 for _, speed in rows)
+
+
+@pytest.mark.parametrize(("omp", "least"), [("1", 1), ("", 2), ("many", 2)])
+def test_cores_within_omp_num_threads(omp: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    assert available_cores() <= least
+    assert (omp == "1") == (available_cores() == 1)
+
+
+def test_closed_stderr_is_no_error() -> None:
+    code = "from cleanrl_utils import errors, tracking\nfrom pathlib import Path\nwith errors.one_line_errors():\n"
+    code += " list(tracking.ProgressBar(Path(), 'x', range(2), 'step')); raise errors.UserError('no')"
+    command = f'cd $(mktemp -d) && exec {sys.executable} -c "$0" 2>&-'
+    result = subprocess.run(["sh", "-c", command, code], env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 2
