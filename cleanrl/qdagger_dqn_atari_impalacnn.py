@@ -293,8 +293,7 @@ class Replay:
 
     def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
         """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
-        # The n rewards end early at a termination, which is not bootstrapped, and at the final observation of a
-        # truncated episode, which is.
+        # The n rewards end early at a termination, which is not bootstrapped, and at a final observation, which is.
         n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
         running = torch.ones_like(t, dtype=torch.bool)
         for k in range(self.n_step):

@@ -204,8 +204,7 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
 
 def load_teacher(repo: str, exp_name: str, num_actions: int, dtype: jnp.dtype) -> tuple[nn.Module, Params]:
     """Load ``{exp_name}.cleanrl_model`` from a local directory or else from a hub repository; see `load_model`."""
-    filename = f"{exp_name}.cleanrl_model"
-    with download_errors(repo, filename):
+    with download_errors(repo, filename := f"{exp_name}.cleanrl_model"):
         directory = Path(repo).expanduser()
         path = directory / filename if directory.is_dir() else Path(hf_hub_download(repo, filename))
     return load_model(path, num_actions, dtype)
@@ -261,10 +260,8 @@ class Replay:
     """A replay buffer of the last ``size`` environment steps, on JAX's device."""
 
     def __init__(self, size: int, num_actions: int, args: Args):
-        self.length, self.steps_added = size // args.num_envs, 0
-        self.age = np.zeros(args.num_envs, np.int32)
-        self.n_step = args.n_step
-        shape = (self.length, args.num_envs)
+        self.length, self.steps_added, self.n_step = size // args.num_envs, 0, args.n_step
+        self.age, shape = np.zeros(args.num_envs, np.int32), (self.length, args.num_envs)
         self.ring = Transitions(
             frame=jnp.zeros((*shape, 84, 84), jnp.uint8), action=jnp.zeros(shape, jnp.uint8),
             reward=jnp.zeros(shape, jnp.float32), terminated=jnp.zeros(shape, bool),
@@ -316,8 +313,7 @@ def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, ga
         in_episode = ring.age[t % length, env][:, None] >= ago
         return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
-    # The n rewards end early at a termination, which is not bootstrapped, and at the final observation of a truncated
-    # episode, which is.
+    # The n rewards end early at a termination, which is not bootstrapped, and at a final observation, which is.
     n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
     running = jnp.ones(t.shape, bool)
     for k in range(n_step):
@@ -341,18 +337,22 @@ class Losses(NamedTuple):
     q_values: jax.Array  # float32 (B,), of the actions taken
 
 
+def td_target(target_params: Params, batch: Batch, apply: Callable) -> jax.Array:
+    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * apply(target_params, batch.bootstrap_observation).max(1)
+
+
 def qdagger_loss(
-    params: Params, target_params: Params, batch: Batch, distill_coefficient: float, temperature: float, apply: Callable
+    params: Params, y: jax.Array, batch: Batch, distill_coefficient: float, temperature: float, apply: Callable
 ) -> tuple[jax.Array, Losses]:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), y = Σ γᵏ r + γᵐ max Q'(s',·)
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), with y of :func:`td_target`
     """
-    y = batch.n_step_return + batch.bootstrap_discount * apply(target_params, batch.bootstrap_observation).max(axis=1)
     q_values = apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
     q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
-    td_loss = jnp.mean((q_of_action - jax.lax.stop_gradient(y)) ** 2 * batch.valid)
+    td_loss = jnp.mean((q_of_action - y) ** 2 * batch.valid)
     student = jax.nn.log_softmax(q_values / temperature)
     teacher = jax.nn.log_softmax(batch.teacher_q_values / temperature)
     distill_loss = jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=1))
@@ -379,7 +379,8 @@ def update(
     for learning_rate, sample_key in zip(learning_rates, sample_keys, strict=True):
         hyperparams = state.optimizer_state.hyperparams | {"learning_rate": learning_rate}
         batch = sample(ring, sample_key, low, high, args)
-        gradients, losses = grad(state.params, state.target_params, batch, distill_coefficient, args.temperature, apply)
+        y = td_target(state.target_params, batch, apply)
+        gradients, losses = grad(state.params, y, batch, distill_coefficient, args.temperature, apply)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state._replace(hyperparams=hyperparams))
         state = state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
     return state._replace(key=key), losses
@@ -450,8 +451,7 @@ def main(args: Args) -> None:
     learn = jax.jit(functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer), donate_argnums=0)
 
     checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir
-    writer = start_logging(args, run_dir)
+    writer = start_logging(args, run_dir := checkpoint.run_dir)
     modules = {"state": state, "rng": rng, "writer": writer}
     progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
     state = modules["state"]

@@ -195,3 +195,10 @@ def qdagger_losses(
     """Compute the losses of the PyTorch script with its own TD target."""
     y = qdagger.td_target(target_network, batch)
     return qdagger.qdagger_loss(q_network, y, batch, distill_coefficient, temperature)
+
+
+def qdagger_jax_losses(params: Any, target_params: Any, batch: Any, *coefficients: float, apply: Any) -> Any:
+    """Compute loss and losses of the JAX script with its own TD target."""
+    return qdagger_jax.qdagger_loss(
+        params, qdagger_jax.td_target(target_params, batch, apply), batch, *coefficients, apply
+    )

@@ -25,6 +25,7 @@ from helpers import (
     SmallNetwork,
     float64,
     only,
+    qdagger_jax_losses,
     qdagger_losses,
     random_batch,
     read_scalars,
@@ -154,7 +155,7 @@ def check_losses(
     q_network, target_network = (spread(script.QNetwork(A), seed) for seed in (2, 3))
     loss, coefficients = getattr(jax_script, "dqn_loss", None), ()
     if jax_script is qdagger_jax:
-        loss, coefficients = jax_script.qdagger_loss, (coefficient, temperature)
+        loss, coefficients = qdagger_jax_losses, (coefficient, temperature)
     gradient_of = jax.jit(functools.partial(jax.grad(loss, has_aux=True), apply=jax_script.QNetwork(A).apply))
     gradients, losses = gradient_of(
         to_jax(q_network), to_jax(target_network), batch_of(jax_script, batch), *coefficients
@@ -193,8 +194,8 @@ def test_extreme_q_values_give_a_finite_loss() -> None:
     q, teacher_q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]]), jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
     zeros, state = jnp.zeros(2), jnp.arange(2)
     batch = qdagger_jax.Batch(state, jnp.array([0, 1]), zeros, state, zeros, teacher_q, jnp.ones(2, bool))
-    gradient, losses = jax.grad(qdagger_jax.qdagger_loss, has_aux=True)(
-        q, q, batch, 1.0, 0.1, lambda q, state: q[state]
+    gradient, losses = jax.grad(qdagger_jax_losses, has_aux=True)(
+        q, q, batch, 1.0, 0.1, apply=lambda q, state: q[state]
     )
     assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)
     assert jnp.isfinite(gradient).all()

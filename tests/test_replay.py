@@ -13,7 +13,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import NETWORKS, qdagger_losses
+from helpers import NETWORKS, qdagger_jax_losses, qdagger_losses
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -344,7 +344,8 @@ def test_samples_without_a_valid_candidate_have_no_td_error(script: Any) -> None
         loss = qdagger_losses if rollout.buffer.distills else loss
         losses = loss(*networks, type(batch)(*map(torch.as_tensor, batch)), *coefficients)
     else:
-        losses = loss(1.0, 2.0, batch, *coefficients, q_function)[1]
+        loss = qdagger_jax_losses if rollout.buffer.distills else loss
+        losses = loss(1.0, 2.0, batch, *coefficients, apply=q_function)[1]
     assert losses.td_loss == 0
     if rollout.buffer.distills:
         assert losses.distill_loss > 0.1

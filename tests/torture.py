@@ -151,11 +151,11 @@ def main() -> None:
         elif options.kills - 2 <= kills < options.kills:
             at_the_end = True
         elif kills < options.kills and rng.random() < 0.25:
-            seconds = rng.uniform(0.1, 3)
+            seconds, goal = rng.uniform(0.1, 3), checkpoints - 50  # a fast run would come to its end
         elif kills < options.kills:
             so_far = newest()
             goal = so_far + rng.uniform(0, 2 * max(checkpoints - so_far, 0) / (options.kills - 2 - kills))
-            goal = min(goal, checkpoints - 20)
+            goal = min(goal, checkpoints - 50)
         while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() - began < seconds:
             if newest() >= goal or (at_the_end and list(Path().glob(f"runs/*/{args.exp_name}.cleanrl_model"))):
                 break
@@ -164,7 +164,7 @@ def main() -> None:
             while not half_written() - left and time.monotonic() - began < seconds:
                 time.sleep(0.0002)
         elif kills < options.kills:
-            time.sleep(rng.uniform(0, 0.005 if at_the_end else 0.1))
+            time.sleep(rng.uniform(0, 0.005 if at_the_end else 0.05))
         if ended[0]:
             if ended[1] or kills < options.kills:
                 sys.exit(f"the run ended by itself after {kills} kills; see {os.getcwd()}/log")
@@ -177,7 +177,9 @@ def main() -> None:
             _, state, _ = load_checkpoint(run_dir, script.__name__, check_replay=True)
             check_replay(run_dir / "checkpoint", state["segments"])
             killed[phase_of(state["progress"], args)] += 1
-        except (UserError, ValueError):  # there was no checkpoint yet
+        except (UserError, ValueError):  # there was no checkpoint yet, or the run had just deleted its last one
+            if run_dir and json.loads((run_dir / "progress.json").read_text())["finished"]:
+                break
             killed["teacher"] += 1
             run_dir, restarts = None, restarts + 1
 
