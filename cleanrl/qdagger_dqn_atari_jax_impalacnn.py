@@ -376,10 +376,10 @@ def update(
     """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
     key, *sample_keys = jax.random.split(state.key, len(learning_rates) + 1)
     grad = jax.grad(qdagger_loss, has_aux=True)
-    for learning_rate, sample_key in zip(learning_rates, sample_keys, strict=True):
+    batches = [sample(ring, sample_key, low, high, args) for sample_key in sample_keys]
+    targets = [td_target(state.target_params, batch, apply) for batch in batches]  # XLA is faster with these first
+    for learning_rate, y, batch in zip(learning_rates, targets, batches, strict=True):
         hyperparams = state.optimizer_state.hyperparams | {"learning_rate": learning_rate}
-        batch = sample(ring, sample_key, low, high, args)
-        y = td_target(state.target_params, batch, apply)
         gradients, losses = grad(state.params, y, batch, distill_coefficient, args.temperature, apply)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state._replace(hyperparams=hyperparams))
         state = state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
