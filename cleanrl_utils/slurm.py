@@ -1,65 +1,18 @@
-"""Benchmark runs as a Slurm job array, submitted with submitit."""
+"""Benchmark runs as a Slurm job array. On a node, ``python -m cleanrl_utils.slurm`` runs one job of the array."""
 
 import math
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import submitit
-
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.jobs import LOGS, Job
-
-
-class Task(submitit.helpers.Checkpointable):
-    """Run one job of the array.
-
-    Slurm sends SIGUSR2 `notice` seconds before the time limit. submitit then calls `checkpoint` and requeues the job.
-    """
-
-    def __init__(self, job: Job, notice: int):
-        self.job, self.notice, self.started = job, notice, 0.0
-
-    def __call__(self) -> str:
-        """Run the job until its script exits and return its state."""
-        job, self.started = self.job, time.monotonic()
-        job.start()
-        while job.state == "elsewhere":
-            time.sleep(5)
-            job.start()
-        if job.process:
-            # Popen.wait would hold a lock that checkpoint needs, which interrupts this line.
-            os.waitid(os.P_PID, job.process.pid, os.WEXITED | os.WNOWAIT)
-            job.finish()
-        if job.state == "failed":
-            raise RuntimeError(f"{job} failed; {job.log} ends with:\n{job.last_lines()}")
-        # Some clusters announce a preemption with SIGTERM alone. scancel sends it too, but then the job is not running.
-        if job.state == "stopped" and queue().get(job.slurm_id) == "RUNNING":
-            subprocess.run(["scontrol", "requeue", job.slurm_id], check=True)
-        return job.state
-
-    def checkpoint(self) -> submitit.helpers.DelayedSubmission | None:
-        """Stop the run, which saves a checkpoint, and return this task for the queue."""
-        job = self.job
-        if job.process:
-            job.stop()
-            try:
-                job.process.wait(0.8 * self.notice)
-            except subprocess.TimeoutExpired:
-                job.kill()
-            job.finish()
-            job.read_state()
-            # A script that cannot resume would start from the beginning after every time limit.
-            if job.state == "pending" and time.monotonic() - self.started > self.notice:
-                job.note("failed: no checkpoint was saved within --slurm-time; increase it")
-                return None
-        return submitit.helpers.DelayedSubmission(self)
+from cleanrl_utils.jobs import LOGS, Job, run_locally
 
 
 def queue() -> dict[str, str]:
@@ -71,12 +24,10 @@ def queue() -> dict[str, str]:
     return dict(line.split() for line in result.stdout.splitlines())
 
 
-def submit(jobs: list[Job], args: Any) -> int:
-    """Submit all runs that are neither finished nor queued, set the state of every job, return how many it were."""
+def submit(jobs: list[Job], args: Any) -> None:
+    """Submit all runs that are neither finished nor queued; set the state of every job."""
     if not shutil.which("sbatch"):
         raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
-    for job in jobs:
-        job.read_state()
     # Cancelled jobs may still save a checkpoint. Requeued jobs pass through this state as well.
     while "COMPLETING" in map((states := queue()).get, (job.slurm_id for job in jobs)):
         print("waiting for jobs that Slurm is completing", flush=True)
@@ -86,29 +37,52 @@ def submit(jobs: list[Job], args: Any) -> int:
             job.state = "running" if states[job.slurm_id] == "RUNNING" else "queued"
     left = [job for job in jobs if job.state in ("pending", "interrupted")]
     if not left:
-        return 0
+        return
     cpus = args.slurm_total_cpus and math.ceil(args.slurm_total_cpus / args.slurm_ntasks)
-    notice = min(300, 15 * args.slurm_time)
-    executor = submitit.SlurmExecutor(LOGS / "slurm", max_num_timeout=sys.maxsize)  # The default queues a job 3 times.
-    executor.update_parameters(
-        job_name=Path(left[0].script[-1]).stem,
-        partition=args.slurm_partition,
-        account=args.slurm_account,
-        time=args.slurm_time,
-        mem=args.slurm_mem_gb and f"{args.slurm_mem_gb}GB",
-        gpus_per_node=args.slurm_gpus_per_task or None,
-        cpus_per_task=cpus,
-        srun_args=cpus and [f"--cpus-per-task={cpus}"],  # srun has not inherited it since Slurm 22.05.
-        array_parallelism=args.workers or len(left),
-        signal_delay_s=notice,
-        additional_parameters={"requeue": True},
-    )
-    try:
-        with redirect_stderr(StringIO()):  # submitit prints the error that it raises.
-            submitted = executor.submit_array([Task(job, notice) for job in left])
-    except submitit.core.utils.FailedJobError as error:
-        raise UserError(f"Slurm rejects the jobs: {' '.join(str(error).split())}") from error
-    for job, slurm_job in zip(left, submitted, strict=True):
-        job.note(f"submitted to Slurm as {slurm_job.job_id}")
+    options = {
+        "job-name": Path(left[0].script).stem,
+        "output": LOGS / "slurm-%A_%a.out",
+        "open-mode": "append",
+        "array": f"0-{len(left) - 1}%{args.workers or len(left)}",
+        "ntasks": 1,
+        "partition": args.slurm_partition,
+        "account": args.slurm_account,
+        "time": args.slurm_time,
+        "signal": f"USR2@{min(300, 15 * args.slurm_time)}",  # the seconds before the time limit
+        "mem": args.slurm_mem_gb and f"{args.slurm_mem_gb}GB",
+        "gpus-per-node": args.slurm_gpus_per_task,
+        "cpus-per-task": cpus,
+    }
+    command = ["sbatch", "--parsable", "--requeue", *(f"--{name}={value}" for name, value in options.items() if value)]
+    # Slurm sends its signals to the processes of srun, which does not inherit --cpus-per-task since Slurm 22.05.
+    srun = ["srun", f"--cpus-per-task={cpus}"] if cpus else ["srun"]
+    script = "#!/bin/sh\ncase $SLURM_ARRAY_TASK_ID in\n"
+    for i, job in enumerate(left):
+        main_command = [sys.executable, "-m", "cleanrl_utils.slurm", job.env_id, str(job.seed), job.script]
+        script += f"{i}) {shlex.join([*srun, *main_command, *job.command])} ;;\n"
+    result = subprocess.run(command, input=f"{script}esac\n", capture_output=True, text=True)
+    if result.returncode:
+        raise UserError(f"Slurm rejects the jobs: {' '.join(result.stderr.split())}")
+    for i, job in enumerate(left):
+        job.note(f"submitted to Slurm as {result.stdout.strip().partition(';')[0]}_{i}")
         job.state = "queued"
-    return len(left)
+    print(f"{len(left)} submitted")
+
+
+def main(env_id: str, seed: str, script: str, *command: str) -> int:
+    """Run one job of the array on a node. A time limit or preemption stops it; then it is queued again."""
+    job = Job(env_id, int(seed), script, list(command))
+    code = run_locally([job], 1)
+    slurm_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if code > 128 and queue().get(slurm_id) == "RUNNING":  # After scancel, it is not.
+        job.read_state()
+        if code == 128 + signal.SIGUSR2 and job.state == "pending":
+            # A script that cannot resume would start from the beginning after every time limit.
+            job.note("failed: no checkpoint was saved within --slurm-time; increase it")
+        else:
+            subprocess.run(["scontrol", "requeue", slurm_id], check=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

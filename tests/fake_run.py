@@ -35,8 +35,8 @@ if args.resume:
     kept = (run_dir / "steps.txt").read_text().splitlines()[:done]
     (run_dir / "steps.txt").write_text("".join(f"{line}\n" for line in kept))
 print(f"resuming {run_dir} at step {done}" if done else f"run directory: {run_dir}", flush=True)
-print("cores", sorted(os.sched_getaffinity(0)), "gpus", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
-print("tags", os.environ.get("WANDB_TAGS"), "python", sys.prefix, flush=True)
+cores, gpus = sorted(os.sched_getaffinity(0)), os.environ.get("CUDA_VISIBLE_DEVICES")
+print("cores", cores, "gpus", gpus, "python", sys.prefix, flush=True)
 
 
 def write(path: Path, content: dict) -> None:

@@ -63,7 +63,7 @@ def submit(command: str, *flags: str, env_ids: tuple[str, ...] = ("Pong", "Break
     """Run the benchmark command and return the number of submitted jobs."""
     runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", *env_ids, "--command", command]
     output = slurm(*runner, "--cluster", "slurm", "--slurm-mem-gb", "1", *flags)
-    return int(re.search(r"^(\d+) submitted", output, re.MULTILINE)[1])
+    return sum(map(int, re.findall(r"^(\d+) submitted", output, re.MULTILINE)))
 
 
 def count(text: str) -> int:
@@ -73,7 +73,7 @@ def count(text: str) -> int:
 def two_scripts() -> list[psutil.Process]:
     """Return the running scripts, if there are two that have had time for a step."""
     found = [script for script in psutil.process_iter(["cwd", "cmdline"]) if script.info["cwd"] == str(Path.cwd())]
-    found = [script for script in found if "cleanrl/fake_run.py" in script.info["cmdline"]]
+    found = [script for script in found if script.info["cmdline"][1:2] == ["cleanrl/fake_run.py"]]
     return found if len(found) == 2 and all(time.time() > script.create_time() + 3 for script in found) else []
 
 
@@ -83,8 +83,7 @@ def test_a_time_limit_shorter_than_the_run():
     assert submit(command, "--num-seeds", "1", "--slurm-time", "1") == 2
     eventually(lambda: not states())
     assert steps(seeds=(1,)) == [list(range(140))] * 2
-    for path in Path("logs", "slurm").glob("*_log.err"):
-        assert path.read_text().count("this job is timed-out") > 3  # the default limit of submitit
+    assert count("--resume") > 7
 
 
 def test_every_step_is_logged_once_after_all_kinds_of_interruption():
@@ -122,7 +121,6 @@ def test_a_run_that_cannot_save_is_not_requeued():
     Path("cleanrl/plain.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
     assert submit("python cleanrl/plain.py", "--num-seeds", "1", "--slurm-time", "1", env_ids=("Pong",)) == 1
     eventually(lambda: count("started"))
-    time.sleep(16)
     for job_id in running():
         slurm("scancel", "--signal=USR2", job_id)
     eventually(lambda: not states())
