@@ -17,7 +17,7 @@ help:
 	@echo "make demo-jax       the same in JAX, 18 minutes"
 	@echo "make test           run the tests, about 5 minutes on 2 cores of an AMD EPYC with AVX512"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
-	@echo "make test-slurm     run the tests that need a Slurm cluster, 7 minutes"
+	@echo "make test-slurm     run the tests that need a Slurm cluster, 6 minutes"
 	@echo "make torture        kill and resume a run 100 times"
 	@echo "make torture-jax    the same in JAX"
 	@echo "make lint           run ruff check and ruff format --check"
@@ -93,7 +93,7 @@ requirements: $(VENV)/test
 	$(RUN) -m pip install --quiet pip-tools
 	$(RUN) $(COMPILE) --extra atari --output-file requirements/requirements-atari.txt
 	$(RUN) $(COMPILE) --extra jax --output-file requirements/requirements-jax.txt
-	$(RUN) $(COMPILE) --extra atari,jax,plot,slurm,test --output-file requirements/requirements-test.txt
+	$(RUN) $(COMPILE) --extra atari,jax,plot,test --output-file requirements/requirements-test.txt
 	$(RUN) $(COMPILE) --constraint requirements/requirements-test.txt \
 		--extra docs --output-file requirements/requirements-docs.txt
 	sed -i -e 's/+cpu$$//' -e '/^#/d' requirements/requirements-*.txt

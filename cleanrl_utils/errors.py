@@ -57,5 +57,5 @@ def require_packages(what: str, *modules: str) -> None:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            extra = {"jax": "jax", "matplotlib": "plot", "submitit": "slurm"}.get(module, "atari")
+            extra = {"jax": "jax", "matplotlib": "plot"}.get(module, "atari")
             raise UserError(f"{what} needs the package {module} ({error}): pip install '.[{extra}]'") from error

@@ -26,7 +26,7 @@ def test_packages_of_poetry_and_setuptools() -> None:
 def test_extras_of_cleanrl() -> None:
     """`pip install '.[atari,video,track]'` and CleanRL's `poetry install -E "atari jax"` find their extras."""
     extras = {name: " ".join(needs) for name, needs in PROJECT["project"]["optional-dependencies"].items()}
-    assert {"atari", "jax", "video", "track", "plot", "slurm", "docs", "test"} == extras.keys()
+    assert {"atari", "jax", "video", "track", "plot", "docs", "test"} == extras.keys()
     assert all(name in extras[extra] for extra in ("atari", "jax") for name in ("wandb", "imageio[ffmpeg]"))
     assert "torch" not in extras["jax"]
 
