@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -64,9 +65,9 @@ class Writer:
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
 
     def add_flags(self, args: Any) -> None:
-        """Log the flags as a Markdown table (tab TEXT, as CleanRL does) and as hyperparameters (tab HPARAMS)."""
-        flags = vars(args).items()
-        rows = "\n".join(f"|{key}|{value}|" for key, value in flags)
+        """Log the flags as a Markdown table (tab TEXT, as CleanRL does), with the command, and as hyperparameters."""
+        flags, command = vars(args).items(), shlex.join(["python", *sys.argv])
+        rows = "\n".join(f"|{key}|{value}|" for key, value in [*flags, ("command", command)])
         self._add(text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"), 0)
         values = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in flags}
         self._add(hparams_pb(values, trial_id=self.run_dir.name), 0)
