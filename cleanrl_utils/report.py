@@ -1,12 +1,14 @@
-"""Make a table and learning curves from TensorBoard event files: ``python -m cleanrl_utils.report runs``"""
+"""Make a table, figures and CSV files from TensorBoard event files: ``python -m cleanrl_utils.report runs``"""
 
+import csv
 import functools
 import math
+import operator
 import re
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,22 @@ from cleanrl_utils.errors import UserError, one_line_errors, require_packages
 TRAINING, EVALUATION, LAMBDA = "charts/episodic_return", "eval/episodic_return", "charts/distill_coeff"
 OFFLINE, TEACHER, RANDOM = (f"charts/{name}/avg_episodic_return" for name in ("offline", "teacher", "random"))
 TAGS = (TRAINING, EVALUATION, LAMBDA, OFFLINE, TEACHER, RANDOM)
-EVENT_FILES = "events.out.tfevents*"
-FRAMES_PER_STEP = 4
+EVENT_FILES, RESULTS, CURVES = "events.out.tfevents*", "results.csv", "curves.npz"
+NUMBERS = ("offline_updates", "online_steps", "offline_return", "offline_episodes", "final_return", "final_episodes")
+NUMBERS += ("final_standard_error", "teacher_return", "random_return", "low_lambda_share")
+COLUMNS = ("game", "backend", "variant", "curve", "exp_name", "seed", *NUMBERS, "measured_by", "run", "command")
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
 GRID = 201  # points of a curve
 LOW_LAMBDA = 0.1
+Run = dict[str, Any]  # a row of results.csv, numbers as float; "curves": (2, GRID) float32, training return and λ
 
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[list[Path]] = field(default_factory=lambda: [Path("runs")])
-    """run directories, or directories that contain some"""
+    paths: tyro.conf.Positional[list[Path]] = field(default_factory=lambda: [Path("runs")])
+    """run directories, directories that contain some, or directories of earlier reports"""
     out: Path = Path("report")
-    """output directory of table.md, curves.png and curves.svg"""
+    """output directory of results.csv, curves.npz, table.md, curves.png and variants.png"""
 
 
 @functools.cache
@@ -73,113 +78,100 @@ def scalars_of(event: Any) -> dict[str, float]:
     return new | {value.tag: value.simple_value for value in values if value.HasField("simple_value")}
 
 
-@dataclass
-class Run:
-    """A run of a script (``exp_name``), with steps and values, (N, 2) float64, of each of ``TAGS``."""
-
-    path: Path
-    env_id: str
-    script: str
-    seed: int
-    offline_steps: int
-    total_steps: int
-    last_step: int
-    points: dict[str, np.ndarray]
-
-    @property
-    def online_steps(self) -> int:
-        """Environment steps of the online phase. ``global_step`` counts the offline updates first."""
-        return max(self.last_step - self.offline_steps, 0)
-
-    @property
-    def final_returns(self) -> tuple[np.ndarray, str]:
-        """Returns (episodes,) float64 of the last evaluation, else of the last training episodes; and a description."""
-        episodes, returns = self.points[EVALUATION].T
-        if len(episodes):
-            start = np.max(np.flatnonzero(np.diff(episodes) <= 0) + 1, initial=0)  # an evaluation counts from 0
-            return returns[start:], f"evaluation, {len(returns[start:])} episodes"
-        returns = self.points[TRAINING][-LAST_EPISODES:, 1]
-        return returns, f"last {len(returns)} training episodes" if len(returns) else "no finished episode"
-
-    @property
-    def final_return(self) -> float:
-        """Mean of the final returns, NaN without a finished episode."""
-        return mean(self.final_returns[0])
-
-    @property
-    def low_lambda_share(self) -> float:
-        """Share of the online steps with λ, as last logged, below ``LOW_LAMBDA``. NaN without distillation."""
-        steps, values = self.points[LAMBDA].T
-        if not self.online_steps or values.max(initial=0) < LOW_LAMBDA:
-            return np.nan
-        lengths = np.diff(steps, append=self.last_step)
-        return float(lengths[values < LOW_LAMBDA].sum() / self.online_steps)
-
-    def last(self, tag: str) -> float:
-        """Return the last value of a tag, NaN if there is none."""
-        return mean(self.points[tag][-1:, 1])
-
-    def curve(self, tag: str, frames: np.ndarray) -> np.ndarray:
-        """Return the last value of a tag, or the mean of 10 training episodes, at online ``frames``; NaN outside."""
-        steps, values = self.points[tag].T
-        count = np.searchsorted(FRAMES_PER_STEP * (steps - self.offline_steps), frames, side="right")
-        first = np.maximum(count - (LAST_EPISODES if tag == TRAINING else 1), 0)
-        sums = np.concatenate([[0], np.cumsum(values)])
-        means = (sums[count] - sums[first]) / np.maximum(count - first, 1)
-        return np.where((count == 0) | (frames > FRAMES_PER_STEP * self.online_steps), np.nan, means)
+def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndarray:
+    """Return the means of the last ``window`` values of ``points``, (N, 2) steps and values, at ``steps``; else NaN."""
+    count = np.searchsorted(points[:, 0], steps, side="right")
+    first, sums = np.maximum(count - window, 0), np.cumsum([0, *points[:, 1]])
+    return np.where(count == 0, np.nan, (sums[count] - sums[first]) / np.maximum(count - first, 1))
 
 
 def read_run(directory: Path) -> Run | None:
     """Read a run; return None, with a warning, if it is unknown which run it is or it has nothing to report."""
-    match = re.fullmatch(r"(?P<env_id>.+?)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", directory.resolve().name)
-    flags = match.groupdict() if match else {}
-    points, last_step = {tag: [] for tag in TAGS}, 0
+    match = re.fullmatch(r"(?P<env_id>.+?)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", directory.name)
+    logged, lists, last_step = {}, {tag: [] for tag in TAGS}, 0
     for event in read_events(directory):
-        texts = [value.tensor.string_val for value in event.summary.value if value.tag.startswith("hyperparameters")]
-        lines = b"\n".join(line for text in texts for line in text).decode(errors="replace")
-        flags |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", lines, re.MULTILINE))
+        lines = b"\n".join(line for value in event.summary.value for line in value.tensor.string_val)
+        logged |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", lines.decode(errors="replace"), re.MULTILINE))
         last_step = max(last_step, event.step)
         for tag, value in scalars_of(event).items():
-            if tag in points and math.isfinite(value):
-                points[tag].append((event.step, value))
-            elif tag in points:
+            if tag in lists and math.isfinite(value):
+                lists[tag].append((event.step, value))
+            elif tag in lists:
                 warn(f"{directory} has NaN or infinity in {tag}", "these points are left out")
-    if not any(points.values()):
+    if not any(lists.values()):
         return warn(f"{directory} has no returns", "it is left out")
-    arrays = {tag: np.array(points[tag], dtype=float).reshape(-1, 2) for tag in TAGS}
+    points = {tag: np.array(lists[tag], dtype=float).reshape(-1, 2) for tag in TAGS}
     for tag in set(TAGS) - {EVALUATION}:  # the steps of EVALUATION are episodes, and start again with each evaluation
-        arrays[tag] = arrays[tag][np.argsort(arrays[tag][:, 0], kind="stable")]
-    flags = {"offline_steps": arrays[OFFLINE][:, 0].max(initial=0), "total_timesteps": "0"} | flags
+        points[tag] = points[tag][np.argsort(points[tag][:, 0], kind="stable")]
+    flags = {"offline_steps": points[OFFLINE][:, 0].max(initial=0)} | (match.groupdict() if match else {}) | logged
     try:
-        env_id, script = flags["env_id"].replace("/", "-"), flags["exp_name"]
-        seed, *steps = (int(np.int64(float(flags[flag]))) for flag in ("seed", "offline_steps", "total_timesteps"))
+        game, exp_name = flags["env_id"].replace("/", "-").removesuffix("NoFrameskip-v4"), flags["exp_name"]
+        seed, offline_updates = (int(np.int64(float(flags[name]))) for name in ("seed", "offline_steps"))
+        total, episodes = (float(flags.get(name, "nan")) for name in ("total_timesteps", "eval_episodes"))
     except (KeyError, ValueError, OverflowError) as error:
         return warn(f"{directory} has no valid hyperparameters or name of a run ({error!r})", "it is left out")
-    return Run(directory, env_id, script, seed, *steps, last_step, arrays)
+    steps = max(last_step - offline_updates, 0)
+    steps = total if abs(total - steps) < 200 else steps  # a run logs its last point up to 200 steps before its end
+    grid = offline_updates + np.linspace(0, steps, GRID)  # ``global_step`` counts the offline updates first
+    curves = means_of_last(points[TRAINING], LAST_EPISODES, grid), means_of_last(points[LAMBDA], 1, grid)
+    low = np.diff(points[LAMBDA][:, 0], append=grid[-1])[points[LAMBDA][:, 1] < LOW_LAMBDA].sum() / max(steps, 1)
+    first = np.flatnonzero(np.diff(points[EVALUATION][:, 0]) <= 0) + 1  # episodes with which later evaluations begin
+    evaluated = points[EVALUATION][np.max(first, initial=0) :, 1]
+    returns = evaluated if len(evaluated) else points[TRAINING][-LAST_EPISODES:, 1]
+    final, deviation = mean_and_std(returns)
+    offline, teacher, random = (mean_and_std(points[tag][-1:, 1])[0] for tag in (OFFLINE, TEACHER, RANDOM))
+    numbers = [offline_updates, steps, offline, episodes if len(points[OFFLINE]) else np.nan, final, len(returns)]
+    numbers += [deviation / max(len(returns), 1) ** 0.5, teacher, random, low if (curves[1] > 0).any() else np.nan]
+    return dict(zip(NUMBERS, np.round(numbers, 4).tolist(), strict=True)) | {
+        "run": f"{game}/{exp_name}/{seed}",  # the key in curves.npz
+        "game": game, "exp_name": exp_name, "seed": str(seed), "command": flags.get("command", ""),
+        "backend": "torch" if "cuda" in flags else "jax" if logged else "",
+        "variant": exp_name,  # the label in the table and in variants.png
+        "curve": exp_name,  # the label in curves.png, which leaves out runs without one
+        "measured_by": "evaluation" if len(evaluated) else "training",
+        "curves": np.float32(curves),
+    }  # fmt: skip
 
 
-Groups = dict[str, dict[str, list[Run]]]  # by environment and script, in order of seed
+def read_report(directory: Path) -> list[Run]:
+    """Read the runs of an earlier report; raise a UserError if that is not possible."""
+    try:
+        with (directory / RESULTS).open(encoding="utf-8", newline="") as file, np.load(directory / CURVES) as curves:
+            rows = [{name: row[name] for name in COLUMNS} for row in csv.DictReader(file)]
+            numbers = [{name: float(row[name] or "nan") for name in NUMBERS} for row in rows]
+            return [row | some | {"curves": curves[row["run"]]} for row, some in zip(rows, numbers, strict=True)]
+    except Exception as error:
+        raise UserError(f"{directory} has no valid {RESULTS} and {CURVES} ({error!r}); give a whole report") from error
 
 
-def read_groups(paths: Sequence[Path]) -> Groups:
-    """Read all runs at and below ``paths``; raise a UserError if one of them has none."""
-    directories: dict[Path, Path] = {}
-    for path in paths:
-        found = sorted({file.parent for file in path.rglob(EVENT_FILES) if file.is_file()})
-        if not found:
-            raise UserError(f"no event files ({EVENT_FILES}) in {path}; give run directories or one that contains some")
-        directories |= {directory.resolve(): directory for directory in found}
-    runs: dict[tuple, Run] = {}
-    for run in filter(None, map(read_run, directories.values())):
-        identity = run.env_id, run.script, run.seed
-        if identity in runs:
-            warn(f"{runs[identity].path} and {run.path} are the same environment, script and seed", "using the latter")
-        runs[identity] = run
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read reports, and the runs at and below ``paths``, with the labels that their variants have in the reports."""
+    runs: dict[str, Run] = {}
+    directories: set[Path] = set()
+    for path in [path.parent if path.name == RESULTS else path for path in paths]:
+        found = {file.parent.resolve() for file in path.rglob(EVENT_FILES) if file.is_file()}
+        if (path / RESULTS).is_file():
+            runs |= {run["run"]: run for run in read_report(path)}
+        elif not found:
+            raise UserError(f"no {RESULTS} or event files in {path}; give run directories or one that contains some")
+        directories |= found
+    labels = {(run["game"], run["exp_name"]): (run["variant"], run["curve"]) for run in runs.values()}
+    for directory in sorted(directories):
+        if run := read_run(directory):
+            run["variant"], run["curve"] = labels.get((run["game"], run["exp_name"]), (run["variant"], run["curve"]))
+            if run["run"] in runs:
+                warn(f"{directory} has the game, exp_name and seed of another run", "it replaces that run")
+            runs[run["run"]] = run
     if not runs:
         raise UserError(f"no run to report in {', '.join(map(str, paths))}; give runs that have logged returns")
-    groups: Groups = {}
-    for (env_id, script, _), run in sorted(runs.items()):
-        groups.setdefault(env_id, {}).setdefault(script, []).append(run)
+    return [runs[key] for key in sorted(runs)]
+
+
+def grouped(runs: Iterable[Run], *columns: str) -> dict[Any, list[Run]]:
+    """Group runs by a column, or by a tuple of columns, in the order of their first runs."""
+    groups = defaultdict(list)
+    for run in runs:
+        groups[operator.itemgetter(*columns)(run)].append(run)
     return groups
 
 
@@ -189,113 +181,100 @@ def mean_and_std(values: Sequence) -> tuple[np.ndarray, np.ndarray]:
         return np.nanmean(values, axis=0), np.nanstd(values, axis=0, ddof=1)
 
 
-def mean(values: Sequence[float]) -> float:
-    """Compute the mean without NaN; NaN without a value."""
-    return float(mean_and_std(values)[0])
+def table(runs: Sequence[Run]) -> str:
+    """Format a Markdown table with a row per game and variant: mean ± sample standard deviation over seeds."""
+    header = "game | variant | seeds | return | measured by | after the offline phase | teacher | random policy"
+    lines = [f"{header} | steps with λ < {LOW_LAMBDA}", " | ".join(["---"] * 9)]
+    for (game, variant), group in grouped(runs, "game", "variant").items():
+        columns = ("final_return", "offline_return", "teacher_return", "random_return")
+        results = [mean_and_std([run[column] for run in group]) for column in columns]
+        final, *others = (f"{m:,.1f} ± {s:,.1f}".replace(" ± nan", "").replace("nan", "") for m, s in results)
+        measured = " or ".join({f"{run['final_episodes']:.0f} {run['measured_by']} episodes": 0 for run in group})
+        share = f"{100 * mean_and_std([run['low_lambda_share'] for run in group])[0]:.0f} %".replace("nan %", "")
+        lines.append(" | ".join([game, variant, str(len(group)), final, measured, *others, share]))
+    return "".join(f"| {line} |\n" for line in lines)
 
 
-def spread(values: Sequence[float]) -> str:
-    """Format ``mean ± standard deviation``, just the mean of a single value, empty without a value."""
-    middle, deviation = mean_and_std(values)
-    return ("" if np.isnan(middle) else f"{middle:,.1f}") + ("" if np.isnan(deviation) else f" ± {deviation:,.1f}")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
 
 
-def table(groups: Groups) -> str:
-    """Format the results as a Markdown table with a row per environment and script, without empty columns."""
-    header = ["environment", "script", "seeds", "return", "measured by", "after the offline phase", "teacher"]
-    rows = [[*header, "random policy", f"λ < {LOW_LAMBDA}"]]
-    for env_id, scripts in groups.items():
-        for script, runs in scripts.items():
-            seeds = [str(len(runs))]
-            for run in runs:
-                # The last points of a run without an evaluation are logged up to 200 steps before its end.
-                if not len(run.points[EVALUATION]) and run.online_steps < run.total_steps - 200:
-                    seeds.append(f"seed {run.seed} at {100 * run.online_steps / run.total_steps:.0f} %")
-            sources = Counter(run.final_returns[1] for run in runs)
-            share = mean([run.low_lambda_share for run in runs])
-            rows.append([
-                env_id, script, ", ".join(seeds), spread([run.final_return for run in runs]),
-                "; ".join(f"{count} × {text}" if len(sources) > 1 else text for text, count in sources.items()),
-                *(spread([run.last(tag) for run in runs]) for tag in (OFFLINE, TEACHER, RANDOM)),
-                "" if np.isnan(share) else f"{100 * share:.0f} %",
-            ])  # fmt: skip
-    keep = [i for i, column in enumerate(zip(*rows[1:], strict=True)) if any(column)]
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "".join(f"| {' | '.join(row[i] for i in keep)} |\n" for row in rows) + (
-        "\nReturn: mean ± sample standard deviation over seeds of each seed's mean episodic return. "
-        f"λ < {LOW_LAMBDA}: share of the online steps with λ below {LOW_LAMBDA}.\n"
-    )
+def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
+    """Draw a panel per game: training returns over online steps, a line per run, final evaluations, and λ below."""
+    games, labels = grouped(runs, "game"), [*grouped(runs, "curve")]
+    height_ratios = [3, 1][: 1 + any((run["curves"][1] > 0).any() for run in runs)]
+    figure.set_size_inches(max(5, 2.3 * len(games)), 4.6)
+    panels = figure.subplots(len(height_ratios), len(games), squeeze=False, sharex="col", height_ratios=height_ratios).T
+    for panel, (game, group) in zip(panels, games.items(), strict=True):
+        for run in group:
+            color = COLORS[labels.index(run["curve"]) % 6]
+            for axis, values in zip(panel, run["curves"], strict=False):
+                if axis is panel[0] or (values > 0).any():
+                    axis.plot(np.linspace(0, run["online_steps"], GRID), values, color=color, label=run["curve"])
+            if run["measured_by"] == "evaluation":
+                panel[0].plot(run["online_steps"], run["final_return"], "o", color=color, clip_on=False)
+        for name, style in (("teacher", "--"), ("random policy", ":")):
+            if not np.isnan(level := mean_and_std([run[f"{name.split()[0]}_return"] for run in group])[0]):
+                panel[0].axhline(level, color="black", linestyle=style, linewidth=1, label=name)
+        if any(run["measured_by"] == "evaluation" for run in group):
+            panel[0].plot([], "o", color="gray", label="end of run (evaluation)")
+        panel[0].set_title(game)
+        panel[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
+    for axis, label in zip(panels[0], ("return of an episode", "weight λ\nof teacher"), strict=False):
+        axis.set_ylabel(label)
+    entries = {k: line for axis in figure.axes for line, k in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=3, frameon=False)
+    figure.supxlabel("environment steps, in thousands", fontsize="medium")
 
 
-# The colours of Okabe and Ito (2008) suit colour-blind readers. Looks repeat after 60 scripts.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-LOOKS = {"color": COLORS, "linestyle": ("-", "--", "-.", ":"), "marker": "os^Dv"}
-LEGEND = f"line: mean over seeds of the last {LAST_EPISODES} training episodes; shaded: ± standard deviation"
+def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
+    """Draw a dot per run: its return from random policy (0) to teacher (1), in a row per variant, sorted by means."""
+    dots: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
+    for (variant, game), group in grouped(runs, "variant", "game").items():
+        final, teacher, random = ([run[f"{x}_return"] for run in group] for x in ("final", "teacher", "random"))
+        dots[variant][game] = (final - np.mean(random)) / (np.mean(teacher) - np.mean(random))
+    variants = sorted(dots, key=lambda variant: np.mean(np.concatenate([*dots[variant].values()])))
+    figure.set_size_inches(7, 1.5 + 0.3 * len(variants))
+    axis = figure.subplots()
+    for i, game in enumerate(grouped(runs, "game")):
+        rows = [(x, y + 0.2 * (i % 3 - 1)) for y, variant in enumerate(variants) for x in dots[variant].get(game, [])]
+        axis.plot(*np.transpose(rows), "osD^v*"[i % 6], color=COLORS[i % 6], alpha=0.7, label=game)
+    axis.set_yticks(range(len(variants)), variants)
+    axis.set_ylim(-0.6, len(variants) - 0.4)
+    axis.secondary_xaxis("top").set_xticks([0, 1], ["random policy", "teacher"])
+    axis.grid(alpha=0.5)
+    axis.plot([[0, 1]] * 2, axis.get_ylim(), "k", linewidth=1)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+    figure.supxlabel("return at the end, a dot per seed: 0 = random policy, 1 = teacher", fontsize="medium")
 
 
-def looks_of(groups: Groups) -> dict[str, dict]:
-    """Choose colour, line style and marker for each script, the same in all panels."""
-    scripts = dict.fromkeys(script for scripts in groups.values() for script in scripts)
-    return {s: {name: some[i % len(some)] for name, some in LOOKS.items()} for i, s in enumerate(scripts)}
-
-
-def draw_environment(figure: Any, env_id: str, scripts: dict[str, list[Run]], looks: dict[str, dict]) -> None:
-    """Draw the panel of an environment: episodic returns over online frames, λ below."""
-    from matplotlib.ticker import EngFormatter
-
-    runs = [run for runs in scripts.values() for run in runs]
-    rows = 1 + any(len(run.points[LAMBDA]) for run in runs)
-    axes = figure.subplots(rows, sharex=True, squeeze=False, height_ratios=[4, 1][:rows])[:, 0]
-    figure.suptitle(env_id)
-    frames = np.linspace(0, FRAMES_PER_STEP * max(1, *(run.online_steps for run in runs)), GRID)
-    for script, group in scripts.items():
-        for axis, tag in zip(axes, (TRAINING, LAMBDA), strict=False):
-            middle, deviation = mean_and_std([run.curve(tag, frames) for run in group])
-            axis.plot(frames, middle, **looks[script], markersize=4, markevery=25, linewidth=1.4, label=script)
-            color = looks[script]["color"]
-            axis.fill_between(frames, middle - deviation, middle + deviation, color=color, alpha=0.18, linewidth=0)
-    for tag, label, style in ((TEACHER, "teacher", "--"), (RANDOM, "random policy", ":")):
-        if not np.isnan(level := mean([run.last(tag) for run in runs])):
-            axes[0].axhline(level, color="black", linestyle=style, linewidth=0.9, label=label)
-    for axis in axes:
-        axis.grid(alpha=0.3, linewidth=0.5)
-        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes[0].set_ylabel("episodic return")
-    if rows == 2:
-        axes[1].set(ylabel="λ", ylim=(-0.05, None))
-    axes[-1].set(xlabel=f"online frames ({FRAMES_PER_STEP} per step)", xlim=(0, frames[-1]))
-
-
-def write_report(groups: Groups, out: Path) -> str:
-    """Write table.md, curves.png and curves.svg to ``out``, and return the table. The same runs give the same bytes."""
-    import matplotlib
+def write_report(runs: Sequence[Run], out: Path) -> str:
+    """Write the files of the report to ``out``, and return the table. The same runs give the same bytes."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(table(groups), encoding="utf-8")
-    with matplotlib.rc_context({"svg.hashsalt": "report", "font.size": 9, "text.parse_math": False}):
-        columns, rows = min(3, len(groups)), -(-len(groups) // 3)
-        figure = Figure((max(7, 1.2 + 3.5 * columns), 1.5 + 3 * rows), layout="constrained")
-        panels, looks = figure.subfigures(rows, columns, squeeze=False), looks_of(groups)
-        for panel, (env_id, scripts) in zip(panels.ravel(), groups.items(), strict=False):
-            draw_environment(panel, env_id, scripts, looks)
-        entries = {}
-        for axis in figure.axes:
-            entries |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        look = {"loc": "outside lower center", "ncols": max(2, columns), "frameon": False, "handlelength": 4}
-        figure.legend(entries.values(), entries.keys(), title=LEGEND, fontsize=9, title_fontsize=9, **look)
-        figure.savefig(out / "curves.png", dpi=130)
-        figure.savefig(out / "curves.svg", metadata={"Date": None})
-    return table(groups)
+    with (out / RESULTS).open("w", encoding="utf-8", newline="") as file:
+        rows = [[f"{run[c]:.15g}".replace("nan", "") if c in NUMBERS else run[c] for c in COLUMNS] for run in runs]
+        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
+    np.savez_compressed(out / CURVES, **{run["run"]: run["curves"] for run in runs})
+    (out / "table.md").write_text(table(runs), encoding="utf-8")
+    curves = [run for run in runs if run["curve"] and run["online_steps"]]
+    variants = [run for run in runs if run["teacher_return"] > run["random_return"] and run["final_episodes"]]
+    with rc_context({"font.size": 12, "text.parse_math": False}):
+        for name, draw, shown in (("curves.png", draw_curves, curves), ("variants.png", draw_variants, variants)):
+            if shown:
+                draw(figure := Figure(layout="constrained"), shown)
+                figure.savefig(out / name, dpi=200, metadata={"Description": table(runs)})
+    return table(runs)
 
 
 def main(args: Args) -> None:
     require_packages("python -m cleanrl_utils.report", "matplotlib", "tensorboard")
     try:
-        text = write_report(read_groups(args.runs), args.out)
+        text = write_report(read_runs(args.paths), args.out)
     except OSError as error:
         raise UserError(f"can't write to {args.out} ({error}); give another directory") from error
-    print(f"{text}\nwrote table.md, curves.png and curves.svg to {args.out}", flush=True)
+    print(f"{text}\nthe report is in {args.out}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from cleanrl_utils import report
 from cleanrl_utils.checkpoint import MAY_CHANGE
@@ -163,35 +165,46 @@ def test_readme_is_short() -> None:
     assert len(README.read_text().split()) <= 700  # as `wc -w` counts
 
 
-def test_results_are_those_of_the_committed_runs() -> None:
-    """The table of all runs is the report's; README has its numbers; the table of variants has each seed."""
-    groups, torch, seeds = {}, "qdagger_dqn_atari_impalacnn", {}
-    for run in map(report.read_run, sorted((ROOT / "benchmark/runs").iterdir())):
-        groups.setdefault(run.env_id, {}).setdefault(run.script, []).append(run)
-    groups = {env_id: dict(sorted(scripts.items())) for env_id, scripts in sorted(groups.items())}
-    of_report = rows(report.table(groups))
-    assert rows(section(DOCS / "results.md", "All runs")) == of_report
-    by_run = {(row[0].removesuffix("NoFrameskip-v4"), row[1].removeprefix(torch)): row for row in of_report}
-    of_readme = []
-    for game in ("BeamRider", "Breakout", "Pong"):
-        longer = "-150k-final-1e-5" if game == "BeamRider" else "-100k-final-1e-5"
-        found = [by_run[game, variant] for variant in ("", longer, "-from-scratch")]
-        assert all(row[2] == "3" for row in found)  # seeds, all of them finished
-        of_readme.append([game, *(row[3] for row in found), found[0][6]])
-        for script, runs in groups[f"{game}NoFrameskip-v4"].items():
-            if "jax" not in script:
-                returns = [run.final_return for run in runs]
-                seeds[script.removeprefix(torch) or "QDagger", game] = [f"{x:,.{int(x < 1000)}f}" for x in returns]
-        teacher = report.mean([run.last(report.TEACHER) for run in groups[f"{game}NoFrameskip-v4"][torch]])
-        seeds["teacher", game] = [f"{teacher:,.{int(teacher < 1000)}f}"]
-    assert rows(section(README, "Results")) == of_readme
-    variants = rows(section(DOCS / "results.md", "Variants"))
-    assert {key: " · ".join(values) for key, values in seeds.items()} == {
-        (name.strip("`"), game): cell
-        for name, _, *cells in variants
-        for game, cell in zip(("Pong", "Breakout", "BeamRider"), cells, strict=True)
-        if cell
-    }
+def test_results_are_those_of_the_csv() -> None:
+    """The tables, the numbers of the findings and the figures come from benchmark/results.csv."""
+    runs, games = report.read_report(ROOT / "benchmark"), ["BeamRider", "Breakout", "Pong"]
+    groups, way, base = report.grouped(runs, "game", "variant"), {}, "QDagger (50,000 steps)"
+    for game, steps in zip(games, (150, 100, 100), strict=True):
+        groups[game, "longer"] = groups[game, f"{steps},000 steps, final lr 1e-5"]
+
+    def column(game: str, variant: str, name: str = "final_return") -> np.ndarray:
+        return np.array([run[name] for run in groups[game, variant]])
+
+    def spread(*of_column: str) -> str:
+        return "{:,.1f} ± {:,.1f}".format(*report.mean_and_std(column(*of_column)))
+
+    special = {"teacher": (base, "teacher_return"), "after the offline phase": ("longer", "offline_return")}
+    table = {name: cells for name, *cells in rows(section(DOCS / "results.md", "Variants"))}
+    assert table == {name: [spread(game, *special.get(name, [name])) for game in games] for name in table}
+    of_readme = [table[name] for name in (base, "longer", "from scratch, no teacher", "teacher")]
+    assert rows(section(README, "Results")) == [list(row) for row in zip(games, *of_readme, strict=True)]
+
+    for key in groups:  # percent of the way from the random policy to the teacher
+        teacher, random = (column(*key, f"{name}_return").mean() for name in ("teacher", "random"))
+        way[key] = 100 * (column(*key) - random) / (teacher - random)
+    without, scratch = (np.concatenate([way[x] for x in way if x[1].startswith(y)]) for y in ("no dist", "from"))
+    pong = [key for key in groups if key[0] == "Pong" and not key[1].startswith(("no dist", "from"))]
+    means, ranges = ([f(column(*key)) for key in pong] for f in (np.mean, np.ptp))
+    numbers = [
+        *(f"{column(game, 'longer').min():,.1f} in {game}" for game in games),
+        *(f"{column(game, 'longer', 'final_standard_error').max():.1f} in {game}" for game in games[:2]),
+        f"best of {len(without)} runs got {max(without):.0f} %",
+        f"best of {len(scratch)} got {max(scratch):.0f} %",
+        f"at least {int(min(way[key].min() for key in pong))} %",
+        f"between {min(means):.1f} and {max(means):.1f} there. Seeds of a variant differ by up to {max(ranges):.1f},",
+        *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
+        *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}." for x in ("", ", final lr 1e-5")),
+    ]
+    findings = section(DOCS / "results.md", "Findings")
+    assert all(number in findings for number in numbers), [x for x in numbers if x not in findings]
+    assert not re.search(r"\d\.\d| %", re.sub("|".join(map(re.escape, numbers)), "", findings))  # other numbers
+    figures = [Image.open(DOCS / f"assets/{name}.png").text["Description"] for name in ("results", "variants")]
+    assert figures == [report.table(runs)] * 2, "copy the report's figures to docs/assets"
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

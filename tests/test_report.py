@@ -1,40 +1,35 @@
 """Tests of cleanrl_utils/report.py on runs with known values, written by the libraries that users have."""
 
+import itertools
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from cleanrl_utils import report
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, RANDOM, TEACHER, TRAINING, Run
+from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, RANDOM, TEACHER, TRAINING, read_runs, write_report
+from cleanrl_utils.tracking import Writer
 
-ROOT = Path(__file__).resolve().parent.parent
-PONG, BREAKOUT = "PongNoFrameskip-v4", "BreakoutNoFrameskip-v4"
+PONG = "PongNoFrameskip-v4"
 Points = dict[str, list[tuple[int, float]]]
 
 
-def flag_table(flags: dict) -> str:
-    return "|param|value|\n|-|-|\n" + "\n".join(f"|{name}|{value}|" for name, value in flags.items())
-
-
-def write_events(directory: Path, points: Points, text: str | bytes | None = None) -> Path:
-    """Write scalars and hyperparameters to a new event file; return the directory."""
-    writer = EventFileWriter(str(directory))
-    if text is not None:
-        writer.add_event(Event(summary=text_pb("hyperparameters/text_summary", text)))
+def write_events(directory: Path, points: Points, flags: dict | None = None) -> Path:
+    """Write scalars and flags to a new event file; return the directory."""
+    writer = Writer(directory)
+    if flags is not None:
+        writer.add_flags(SimpleNamespace(**flags))
     for tag, values in points.items():
         for step, value in values:
-            writer.add_event(Event(step=step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)])))
+            writer.add_scalar(tag, value, step)
     writer.close()
     return directory
 
@@ -43,30 +38,16 @@ def write_run(root: Path, seed: int, points: Points, env_id: str = PONG, script:
     """Write a run of 1,000 offline updates and 20,000 online steps, unless ``flags`` say otherwise."""
     flags = {"offline_steps": 1000, "total_timesteps": 20000} | flags
     flags |= {"env_id": env_id, "exp_name": script, "seed": seed}
-    return write_events(root / f"{env_id}__{script}__{seed}__{1700000000 + seed}", points, flag_table(flags))
-
-
-def read(*paths: Path) -> report.Groups:
-    return report.read_groups(paths)
-
-
-def rows_of(text: str) -> list[dict[str, str]]:
-    """Parse the table in a Markdown text."""
-    names, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line)
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    return write_events(root / f"{env_id}__{script}__{seed}__{1700000000 + seed}", points, flags)
 
 
 def random_points(rng: np.random.Generator, level: float, last: int = 21000) -> Points:
     """Make the points of a run that logs up to the step ``last``, with 20 evaluation episodes if it is finished."""
     steps = np.sort(rng.choice(np.arange(1200, last, 8), 40, replace=False))
-    points: Points = {
-        TEACHER: [(0, 19.5)],
-        RANDOM: [(0, -20.5)],
-        OFFLINE: [(500, level - 8), (1000, level - 4)],
-        TRAINING: [(int(step), float(np.round(level + rng.normal(0, 3)))) for step in steps],
-        "losses/loss": [(step, float(rng.random())) for step in range(2000, last + 1, 40)],
-        LAMBDA: [(step, 1 / (1 + 4 * (int((steps <= step).sum()) // 10))) for step in range(1000, last, 96)],
-    }
+    points: Points = {TEACHER: [(0, 19.5)], RANDOM: [(0, -20.5)], OFFLINE: [(500, level - 8), (1000, level - 4)]}
+    points[TRAINING] = [(int(step), float(np.round(level + rng.normal(0, 3)))) for step in steps]
+    points[LAMBDA] = [(i, (level > 0) / (1 + 4 * (int((steps <= i).sum()) // 10))) for i in range(1000, last, 96)]
+    points["losses/loss"] = [(last, 0.0)]
     if last == 21000:
         points[EVALUATION] = [(i, float(np.round(level + rng.normal(0, 3)))) for i in range(20)]
     return points
@@ -74,62 +55,52 @@ def random_points(rng: np.random.Generator, level: float, last: int = 21000) -> 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str, int], Points]]:
-    """Two environments, two scripts and three seeds, one of them unfinished, with the points written."""
+    """Two games, two scripts and three seeds, the last of Pong unfinished, with the points written."""
     root, written = tmp_path_factory.mktemp("runs"), {}
-    for env_id in (PONG, BREAKOUT):
-        for script, level in (("qdagger", 17.0), ("scratch", -12.0)):
-            for seed in (1, 2, 3):
-                rng = np.random.default_rng([seed, len(script), len(env_id)])
-                unfinished = (env_id, script, seed) == (PONG, "qdagger", 3)
-                points = random_points(rng, level + seed, last=11000 if unfinished else 21000)
-                write_run(root, seed, points, env_id, script)
-                written[env_id, script, seed] = points
+    for key in itertools.product(("Breakout", "Pong"), ("qdagger", "scratch"), (1, 2, 3)):
+        level, last = {"qdagger": 17, "scratch": -12}[key[1]] + key[2], 11000 if key[::2] == ("Pong", 3) else 21000
+        written[key] = random_points(np.random.default_rng(len(written)), level, last)
+        write_run(root, key[2], written[key], f"{key[0]}NoFrameskip-v4", key[1])
     return root, written
 
 
-@pytest.mark.parametrize("writer", ["tensorboard", "torch", "torch, new style"])
-def test_runs_of_every_writer_are_read(tmp_path: Path, writer: str) -> None:
-    points = {TEACHER: [(0, 19.5)], OFFLINE: [(1000, 12.25)], TRAINING: [(1500, 3.0), (1800, -4.5)]}
-    flags = {"exp_name": "a__b", "env_id": "ALE/Pong-v5", "seed": 3, "total_timesteps": "1e7", "offline_steps": 1000}
-    if writer == "tensorboard":
-        write_events(tmp_path / "x__y__9__9", points, flag_table(flags))
-    else:
-        events = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path / "x__y__9__9"))
-        events.add_text("hyperparameters", flag_table(flags))
-        for tag, values in points.items():
-            for step, value in values:
-                events.add_scalar(tag, value, step, new_style=writer == "torch, new style")
-        events.close()
-    (run,) = read(tmp_path)["ALE-Pong-v5"]["a__b"]
-    assert (run.seed, run.offline_steps, run.total_steps, run.online_steps) == (3, 1000, 10_000_000, 800)
-    for tag, values in points.items():
-        np.testing.assert_array_equal(run.points[tag], values)
+@pytest.mark.parametrize("new_style", [False, True])
+def test_runs_of_other_scripts_are_read(tmp_path: Path, new_style: bool) -> None:
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path))
+    flags = {"exp_name": "a__b", "env_id": "ALE/Pong-v5", "seed": 3, "offline_steps": "1e3", "eval_episodes": 7}
+    writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{x}|{y}|" for x, y in flags.items()))
+    for tag, value, step in ((TEACHER, 19.5, 0), (OFFLINE, 12.25, 1000), (TRAINING, 3, 1500), (TRAINING, -4.5, 1800)):
+        writer.add_scalar(tag, value, step, new_style=new_style)
+    writer.close()
+    (run,) = read_runs([tmp_path])
+    assert (run["run"], run["variant"], run["backend"], run["command"]) == ("ALE-Pong-v5/a__b/3", "a__b", "jax", "")
+    assert (run["offline_updates"], run["offline_episodes"], run["online_steps"]) == (1000, 7, 800)
+    assert (run["teacher_return"], run["offline_return"], run["final_return"]) == (19.5, 12.25, -0.75)
 
 
 def test_files_of_a_resumed_run_are_ordered_by_their_first_event(tmp_path: Path) -> None:
     run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0)], EVALUATION: [(0, 1.0), (1, 2.0)]})
     (first,) = run.iterdir()
     first.rename(run / "events.out.tfevents.9999999999.host")
-    write_events(run, {TRAINING: [(2500, 2.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
-    (result,) = read(run)[PONG]["qdagger"]
-    np.testing.assert_array_equal(result.points[TRAINING], [(1500, 1.0), (2500, 2.0)])
-    assert result.final_return == 6.0  # of the last evaluation
+    write_events(run, {TRAINING: [(2500, 2.0), (1600, 6.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
+    (result,) = read_runs([run])
+    assert (*result["curves"][0, [100, 200]], result["final_return"], result["final_standard_error"]) == (3.5, 3, 6, 1)
 
 
 def test_runs_are_identified_by_their_names_and_the_same_seed_counts_once(tmp_path: Path, capsys) -> None:
     for number in (1, 2):
         points = {OFFLINE: [(300, 1.0)], EVALUATION: [(0, number)]}
-        write_events(tmp_path / f"ALE-Pong-v5__my__script__12__{number}", points)
-    (run,) = read(tmp_path)["ALE-Pong-v5"]["my__script"]
-    assert (run.seed, run.offline_steps, run.final_return) == (12, 300, 2.0)
-    assert "__1 and " in capsys.readouterr().err
-    read(run.path, run.path / ".." / run.path.name)
+        path = write_events(tmp_path / f"ALE-Pong-v5__my__script__12__{number}", points)
+    (run,) = read_runs([tmp_path])
+    assert (run["run"], run["offline_updates"], run["final_return"]) == ("ALE-Pong-v5/my__script/12", 300, 2.0)
+    assert f"warning: {path} has " in capsys.readouterr().err
+    read_runs([path, path / ".." / path.name])
     assert capsys.readouterr().err == ""  # the same directory given twice is not a second run
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped bit", "no event"])
 def test_a_damaged_file_is_used_up_to_the_damage(tmp_path: Path, capsys, damage: str) -> None:
-    run = write_run(tmp_path, 1, {TRAINING: [(1000 + i, float(i)) for i in range(100)]})
+    run = write_events(tmp_path / "run", {TRAINING: [(1000 + i, float(i)) for i in range(100)]})
     (path,) = run.iterdir()
     if damage == "no event":
         RecordWriter(path.open("ab")).write(b"\xff" * 9)  # with a correct checksum
@@ -138,139 +109,153 @@ def test_a_damaged_file_is_used_up_to_the_damage(tmp_path: Path, capsys, damage:
         data[len(data) // 2] ^= 4 if damage == "flipped bit" else 0
         path.write_bytes(data[: -20 if damage == "cut" else None])
     write_events(run, {TRAINING: [(9000, -1.0)]})
-    *returns, last = read(tmp_path)[PONG]["qdagger"][0].points[TRAINING][:, 1]
-    assert returns == list(range({"cut": 99, "flipped bit": len(returns), "no event": 100}[damage]))
+    *returns, last = [value for event in report.read_events(run) for value in report.scalars_of(event).values()]
+    assert [*returns, last] == [*range({"cut": 99, "flipped bit": len(returns), "no event": 100}[damage]), -1]
     assert len(returns) >= 99 or 30 < len(returns) < 70
-    assert last == -1  # other files are read
     rest = rf"; using the first [\d,]+ of {path.stat().st_size:,} bytes\n"
     assert re.fullmatch(rf"warning: {path} (is damaged|can't be read) .*{rest}", capsys.readouterr().err)
 
 
-def test_points_that_are_not_finite_are_left_out(tmp_path: Path, capsys) -> None:
-    values = [1.0, float("nan"), 2.0, float("inf"), -float("inf"), 3.0]
-    run = write_run(tmp_path, 1, {TRAINING: [(1500 + i, value) for i, value in enumerate(values)]})
-    assert read(tmp_path)[PONG]["qdagger"][0].final_return == 2.0
-    assert capsys.readouterr().err == f"warning: {run} has NaN or infinity in {TRAINING}; these points are left out\n"
-
-
 @pytest.mark.parametrize("odd", [{"seed": "x"}, {"seed": "nan"}, {"offline_steps": "1e300"}, {}])
-def test_a_run_that_is_not_understood_is_left_out(tmp_path: Path, capsys, odd: dict) -> None:
-    write_run(tmp_path, 1, {TRAINING: [(1500, 1.0)]})
+def test_what_is_not_understood_is_left_out(tmp_path: Path, capsys, odd: dict) -> None:
+    values = [1.0, float("nan"), 2.0, float("inf"), -float("inf"), 3.0]
+    good = write_run(tmp_path, 1, {TRAINING: [(1500 + i, value) for i, value in enumerate(values)]})
     flags = {"env_id": PONG, "exp_name": "qdagger", "seed": 2} | odd if odd else {}
-    run = write_events(tmp_path / "odd", {TRAINING: [(500, 1.0)]}, flag_table(flags))
-    assert [run.seed for run in read(tmp_path)[PONG]["qdagger"]] == [1]
-    assert re.fullmatch(rf"warning: {run} has no valid .*; it is left out\n", capsys.readouterr().err)
+    run = write_events(tmp_path / "odd", {TRAINING: [(500, 1.0)]}, flags)
+    assert [(run["seed"], run["final_return"]) for run in read_runs([tmp_path])] == [("1", 2.0)]
+    first = f"warning: {good} has NaN or infinity in {TRAINING}; these points are left out\n"
+    assert re.fullmatch(rf"{first}warning: {run} has no valid .*; it is left out\n", capsys.readouterr().err)
 
 
 def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path) -> None:
     """Text that is not UTF-8, text that is not valid math, huge sizes, files without a record, a pipe, dead links."""
-    write_events(tmp_path / f"{PONG}__qdagger__1__1", {TRAINING: [(5, 1.0)]}, b"|wandb_entity|\xff|\n|gamma|0.99|")
-    write_run(tmp_path, 2, {TRAINING: [(1500, 1.0)], OFFLINE: [(10, 1.0)]}, script=r"$\frac$")
+    text = text_pb("hyperparameters", b"|wandb_entity|\xff|\n|gamma|0.99|")
+    Writer(write_events(tmp_path / f"{PONG}__qdagger__1__1", {TRAINING: [(5, 1.0)]}))._add(text, 0)
+    write_run(tmp_path, 2, {TEACHER: [(0, 1.0)], OFFLINE: [(10, 1.0)]}, script="no, end")
     write_run(tmp_path, 3, {TRAINING: [(2**62, 3e38)] * 2, OFFLINE: [(-5, 1.0)]}, offline_steps="1e18")
-    run = write_run(tmp_path, 4, {TRAINING: [(1500, 1.0)]})
+    run = write_run(tmp_path, 4, {TRAINING: [(1500, 1.0)]}, script=r"$\frac$")
     (run / "events.out.tfevents.1").write_bytes(b"text" * 99)
     (run / "events.out.tfevents.2").mkdir()
     (run / "events.out.tfevents.3").symlink_to(tmp_path / "missing")
     (run / "events.out.tfevents.4").touch()
     os.mkfifo(run / "events.out.tfevents.5")
-    report.main(report.Args(runs=[tmp_path], out=tmp_path / "report"))
-    rows = {row["script"]: row["seeds"] for row in rows_of((tmp_path / "report/table.md").read_text())}
-    assert rows.keys() == {"qdagger", r"$\frac$"}
-    assert rows["qdagger"].startswith("3, ")
+    report.main(report.Args(paths=[tmp_path], out=tmp_path / "report"))
+    lines = [line.split(" | ")[1:3] for line in (tmp_path / "report/table.md").read_text().splitlines()[2:]]
+    assert lines == [[r"$\frac$", "1"], ["no, end", "1"], ["qdagger", "2"]]
+    assert ",nan," not in (tmp_path / "report/results.csv").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing"], "no event files .* in missing"),
+        (["missing"], "no results.csv or event files in missing"),
         (["losses"], "no run to report in losses"),
         (["good", "--out", "file"], "can't write to file"),
+        (["broken/results.csv"], "broken has no valid results.csv and curves.npz .*KeyError"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch, capsys, arguments, message) -> None:
     monkeypatch.chdir(tmp_path)
-    write_events(Path("good"), {TRAINING: [(1500, 1.0)]}, flag_table({"env_id": PONG, "exp_name": "x", "seed": 1}))
+    write_events(Path("good"), {TRAINING: [(1500, 1.0)]}, {"env_id": PONG, "exp_name": "x", "seed": 1})
     write_events(Path("losses"), {"losses/loss": [(1500, 1.0)]})
+    write_report(read_runs([Path("good")]), Path("broken"))
+    Path("broken/results.csv").write_text("game,seed\nPong,1\n")
     Path("file").touch()
     with pytest.raises(SystemExit) as stop, one_line_errors():
         report.main(report.tyro.cli(report.Args, args=arguments))
     assert stop.value.code == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: ")]
-    assert len(errors) == 1
-    assert re.match(f"error: {message}.*; give ", errors[0])
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: "))
+    assert re.match(f"error: {message}.*; give ", error)
 
 
 def test_the_table_has_the_values_of_the_runs(runs) -> None:
     root, written = runs
-    groups = read(root)
-    rows = {(row["environment"], row["script"]): row for row in rows_of(report.table(groups))}
-    assert list(rows) == [(env_id, script) for env_id in (BREAKOUT, PONG) for script in ("qdagger", "scratch")]
-    for (env_id, script), row in rows.items():
-        points = [written[env_id, script, seed] for seed in (1, 2, 3)]
-        returns = [np.mean([value for _, value in p.get(EVALUATION, p[TRAINING][-10:])]) for p in points]
-        assert row["return"] == f"{np.mean(returns):.1f} ± {np.std(returns, ddof=1):.1f}"
-        offline = [p[OFFLINE][-1][1] for p in points]
-        assert row["after the offline phase"] == f"{np.mean(offline):.1f} ± {np.std(offline, ddof=1):.1f}"
-        assert (row["teacher"], row["random policy"]) == ("19.5 ± 0.0", "-20.5 ± 0.0")
-        share = np.mean([run.low_lambda_share for run in groups[env_id][script]])
-        assert row["λ < 0.1"] == f"{100 * share:.0f} %"
-        unfinished = (env_id, script) == (PONG, "qdagger")
-        assert row["seeds"] == ("3, seed 3 at 50 %" if unfinished else "3")
-        both = "2 × evaluation, 20 episodes; 1 × last 10 training episodes"
-        assert row["measured by"] == (both if unfinished else "evaluation, 20 episodes")
+    lines = report.table(read_runs([root])).splitlines()[2:]
+    for (game, script), line in zip(sorted({key[:2] for key in written}), lines, strict=True):
+        points = [written[game, script, seed] for seed in (1, 2, 3)]
+        columns = [[np.mean([value for _, value in p.get(EVALUATION, p[TRAINING][-10:])]) for p in points]]
+        columns += [[p[tag][-1][1] for p in points] for tag in (OFFLINE, TEACHER, RANDOM)]
+        final, *others = (f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" for values in columns)
+        measured = "20 evaluation episodes" + " or 10 training episodes" * (game == "Pong")
+        assert line.startswith(f"| {' | '.join([game, script, '3', final, measured, *others])} |")
 
 
-def test_a_run_without_a_finished_episode_is_reported(tmp_path: Path) -> None:
-    write_run(tmp_path, 1, {TEACHER: [(0, 19.5)]})
-    (row,) = rows_of(report.write_report(read(tmp_path), tmp_path / "report"))
-    assert (row["seeds"], row["measured by"], row["teacher"]) == ("1, seed 1 at 0 %", "no finished episode", "19.5")
-    assert "return" not in row  # an empty column is left out
-
-
-def test_the_share_of_the_steps_with_low_lambda() -> None:
-    """Each step has the λ logged last; before the first one λ is not low."""
+def test_the_share_of_the_steps_with_low_lambda(tmp_path: Path) -> None:
+    """Each step has the λ logged last; before the first one λ is not low; without distillation there is no share."""
     rng = np.random.default_rng(0)
-    steps = np.sort(rng.choice(np.arange(1000, 3000), 40, replace=False))
-    values = rng.choice([0.0, 0.05, 0.1, 0.5, 1.0], len(steps))
-    nothing = {tag: np.zeros((0, 2)) for tag in report.TAGS}
-    run = Run(Path(), PONG, "x", 1, 1000, 2000, 3000, nothing | {LAMBDA: np.stack([steps, values], axis=1)})
-    each_step = [values[steps <= step][-1] if any(steps <= step) else 1.0 for step in range(1000, 3000)]
-    assert run.low_lambda_share == pytest.approx(np.mean(np.array(each_step) < 0.1))
-    for points in (np.zeros((0, 2)), np.array([[1000, 0.0], [2000, 0.0]])):  # DQN, and a student without distillation
-        run.points[LAMBDA] = points
-        assert np.isnan(run.low_lambda_share)
+    steps = np.sort(rng.choice(np.arange(1000, 2950), 40, replace=False))
+    values = np.append(rng.choice([0.0, 0.05, 0.1, 0.5, 1.0], len(steps) - 1), 0)
+    for seed, scale in ((1, 1.0), (2, 0.0)):
+        points = {LAMBDA: [(int(x), y * scale) for x, y in zip(steps, values, strict=True)], TRAINING: [(2990, 1.0)]}
+        write_run(tmp_path, seed, points, total_timesteps=2000)
+    distilled, other = read_runs([tmp_path])
+    each_step = np.array([values[steps <= step][-1] if any(steps <= step) else 1.0 for step in range(1000, 3000)])
+    assert distilled["low_lambda_share"] == pytest.approx(np.mean(np.float32(each_step) < 0.1))
+    assert (distilled["online_steps"], np.isnan(other["low_lambda_share"])) == (2000, True)
+    assert f"{100 * distilled['low_lambda_share']:.0f} %" in report.table([distilled, other])
 
 
-def naive_curve(points: list[tuple[int, float]], window: int, last_frame: int, frames: np.ndarray) -> list[float]:
-    before = [[value for step, value in points if 4 * (step - 1000) <= frame][-window:] for frame in frames]
-    return [np.mean(v) if v and frame <= last_frame else np.nan for v, frame in zip(before, frames, strict=True)]
+def figures_of(runs: list[report.Run], out: Path) -> dict[str, Figure]:
+    """Draw the figures, by file name. Texts have 9 points or more on a page of 690 pixels, at 96 pixels an inch."""
+    figures: dict[str, Figure] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({path.name: figure}))
+        write_report(runs, out)
+    for figure in figures.values():
+        sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+        assert min(sizes) * (690 / 96) / figure.get_figwidth() >= 9
+        assert figure.get_facecolor() == (1, 1, 1, 1)
+    return figures
 
 
-@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:Degrees of freedom")
-def test_the_figure_shows_the_values_of_the_runs(runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (root, written), figures = runs, []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    report.write_report(read(root), tmp_path)
-    figure = figures[0]
-    panels = {panel.get_suptitle(): panel.axes for panel in figure.subfigs if panel.axes}
-    assert list(panels) == [BREAKOUT, PONG]
-    for env_id, (online, strip) in panels.items():
-        for axes, tag, window in ((online, TRAINING, 10), (strip, LAMBDA, 1)):
-            lines = {line.get_label(): line.get_data() for line in axes.get_lines()}
-            for script, band in zip(("qdagger", "scratch"), axes.collections, strict=True):
-                frames, means = lines[script]
-                points = [written[env_id, script, seed] for seed in (1, 2, 3)]
-                curves = [naive_curve(p[tag], window, 80000 if EVALUATION in p else 40000, frames) for p in points]
-                np.testing.assert_allclose(means, np.nanmean(curves, axis=0))
-                top = np.nanmax(means + np.nanstd(curves, axis=0, ddof=1))
-                assert band.get_paths()[0].vertices[:, 1].max() == pytest.approx(top)
-        levels = {line.get_label(): set(line.get_ydata()) for line in online.get_lines()}
+def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
+    root, written = runs
+    figure = figures_of(read_runs([root]), tmp_path)["curves.png"]
+    for game, panel in zip(("Breakout", "Pong"), np.reshape(figure.axes, (2, 2)).T, strict=True):
+        assert panel[0].get_title() == game
+        keys = [key for key in sorted(written) if key[0] == game]
+        for axis, tag, window, shown in zip(panel, (TRAINING, LAMBDA), (10, 1), (keys, keys[:3]), strict=True):
+            lines = [line for line in axis.get_lines() if line.get_label() in ("qdagger", "scratch")]
+            for line, key in zip(lines, shown, strict=True):
+                points, (steps, means) = written[key], line.get_data()
+                assert (line.get_label(), steps[-1]) == (key[1], 20000 if EVALUATION in points else 10000)
+                before = [[value for at, value in points[tag] if at - 1000 <= step][-window:] for step in steps]
+                np.testing.assert_allclose(means, [np.mean(x) if x else np.nan for x in before], rtol=1e-6)
+        levels = {line.get_label(): set(line.get_ydata()) for line in panel[0].get_lines()}
         assert (levels["teacher"], levels["random policy"]) == ({19.5}, {-20.5})
-    labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert labels == {"teacher", "random policy", "qdagger", "scratch"}
-    assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 8
+        dots = [line.get_xydata()[0] for line in panel[0].get_lines() if len(line.get_xydata()) == 1]
+        finals = [written[key][EVALUATION] for key in keys if EVALUATION in written[key]]
+        np.testing.assert_allclose(dots, [(20000, np.mean([y for _, y in final])) for final in finals], atol=1e-4)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["qdagger", "scratch", "teacher", "random policy", "end of run (evaluation)"]
 
 
-def test_every_script_has_its_own_look() -> None:
-    looks = report.looks_of({"Pong": {f"script-{i}": [] for i in range(60)}})
-    assert len({tuple(look.values()) for look in looks.values()}) == 60
+def test_a_dot_is_a_normalised_return(runs, tmp_path: Path) -> None:
+    axis = figures_of(read_runs([runs[0]]), tmp_path / "out")["variants.png"].axes[0]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["scratch", "qdagger"]  # the best is on top
+    for line, game in zip(axis.get_lines(), ("Breakout", "Pong"), strict=False):
+        dots = [(run["final_return"] + 20.5) / 40 for run in read_runs([runs[0]]) if run["game"] == game]
+        np.testing.assert_allclose(line.get_xdata(), [*dots[3:], *dots[:3]])
+        assert (line.get_label(), np.round(line.get_ydata()).tolist()) == (game, [0, 0, 0, 1, 1, 1])
+    # DQN has neither a teacher nor λ: no panel is empty.
+    dqn = write_run(tmp_path, 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn", offline_steps=0)
+    ((name, figure),) = figures_of(read_runs([dqn]), tmp_path / "out").items()
+    assert (name, [len(axis.get_lines()) for axis in figure.axes]) == ("curves.png", [1])
+
+
+def test_a_report_is_read_and_written_again_byte_by_byte(runs, tmp_path: Path, capsys) -> None:
+    """Labels are edited in the CSV file, and new runs get them."""
+    first, second, edited = tmp_path / "first", tmp_path / "second", tmp_path / "first/results.csv"
+    write_report(read_runs([runs[0]]), first)
+    for again in (runs[0], first, edited):
+        write_report(read_runs([again]), second)
+        for name in ("curves.npz", "curves.png", "results.csv", "table.md", "variants.png"):
+            assert (first / name).read_bytes() == (second / name).read_bytes(), (again, name)
+    edited.write_text(edited.read_text().replace("scratch,scratch,", '"no, teacher",,'))
+    new = write_run(tmp_path / "new", 4, random_points(np.random.default_rng(4), 0), script="scratch")
+    curves = figures_of(read_runs([first, new]), second)["curves.png"]
+    assert len(curves.axes[1].get_lines()) == 3 + 2 + 3  # qdagger and its evaluations; teacher, random policy, legend
+    assert "| Pong | no, teacher | 4 |" in (second / "table.md").read_text()
+    labelled = [run for run in read_runs([second]) if run["exp_name"] == "scratch"]
+    assert {(run["curve"], run["command"][:7]) for run in labelled} == {("", "python ")}
+    assert capsys.readouterr().err == ""
