@@ -146,8 +146,7 @@ def read_report(directory: Path) -> list[Run]:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read reports, and the runs at and below ``paths``, with the labels that their variants have in the reports."""
-    runs: dict[str, Run] = {}
-    directories: set[Path] = set()
+    runs, directories = {}, set()
     for path in [path.parent if path.name == RESULTS else path for path in paths]:
         found = {file.parent.resolve() for file in path.rglob(EVENT_FILES) if file.is_file()}
         if (path / RESULTS).is_file():
@@ -202,27 +201,30 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     """Draw a panel per game: training returns over online steps, a line per run, final evaluations, and λ below."""
     games, labels = grouped(runs, "game"), [*grouped(runs, "curve")]
     height_ratios = [3, 1][: 1 + any((run["curves"][1] > 0).any() for run in runs)]
-    figure.set_size_inches(max(5, 2.3 * len(games)), 4.6)
     panels = figure.subplots(len(height_ratios), len(games), squeeze=False, sharex="col", height_ratios=height_ratios).T
     for panel, (game, group) in zip(panels, games.items(), strict=True):
         for run in group:
-            color = COLORS[labels.index(run["curve"]) % 6]
+            i = labels.index(run["curve"])
+            color, line = COLORS[i % 6], ("-", "--", ":", "-.")[i // 6 % 4]
             for axis, values in zip(panel, run["curves"], strict=False):
                 if axis is panel[0] or (values > 0).any():
-                    axis.plot(np.linspace(0, run["online_steps"], GRID), values, color=color, label=run["curve"])
+                    axis.plot(np.linspace(0, run["online_steps"], GRID), values, line, color=color, label=run["curve"])
             if run["measured_by"] == "evaluation":
                 panel[0].plot(run["online_steps"], run["final_return"], "o", color=color, clip_on=False)
         for name, style in (("teacher", "--"), ("random policy", ":")):
             if not np.isnan(level := mean_and_std([run[f"{name.split()[0]}_return"] for run in group])[0]):
                 panel[0].axhline(level, color="black", linestyle=style, linewidth=1, label=name)
         if any(run["measured_by"] == "evaluation" for run in group):
-            panel[0].plot([], "o", color="gray", label="end of run (evaluation)")
+            panel[0].plot([], "o", color="gray", label="final evaluation")
         panel[0].set_title(game)
         panel[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
     for axis, label in zip(panels[0], ("return of an episode", "weight λ\nof teacher"), strict=False):
         axis.set_ylabel(label)
     entries = {k: line for axis in figure.axes for line, k in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=3, frameon=False)
+    width = max(5, 2.3 * len(games))
+    ncols = int(np.clip(width / (0.6 + 0.09 * max(map(len, entries))), 1, 3))
+    figure.set_size_inches(width, 4.2 + 0.22 * len(entries) / ncols)
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=ncols, frameon=False)
     figure.supxlabel("environment steps, in thousands", fontsize="medium")
 
 
@@ -235,9 +237,10 @@ def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
     variants = sorted(dots, key=lambda variant: np.mean(np.concatenate([*dots[variant].values()])))
     figure.set_size_inches(7, 1.5 + 0.3 * len(variants))
     axis = figure.subplots()
-    for i, game in enumerate(grouped(runs, "game")):
-        rows = [(x, y + 0.2 * (i % 3 - 1)) for y, variant in enumerate(variants) for x in dots[variant].get(game, [])]
-        axis.plot(*np.transpose(rows), "osD^v*"[i % 6], color=COLORS[i % 6], alpha=0.7, label=game)
+    for i, game in enumerate(games := [*grouped(runs, "game")]):
+        y = 0.6 * (i + 0.5) / len(games) - 0.3
+        points = [(x, row + y) for row, variant in enumerate(variants) for x in dots[variant].get(game, [])]
+        axis.plot(*np.transpose(points), "osD^v*"[i % 6], color=COLORS[i % 6], alpha=0.7, label=game)
     axis.set_yticks(range(len(variants)), variants)
     axis.set_ylim(-0.6, len(variants) - 0.4)
     axis.secondary_xaxis("top").set_xticks([0, 1], ["random policy", "teacher"])

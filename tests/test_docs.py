@@ -193,10 +193,10 @@ def test_results_are_those_of_the_csv() -> None:
     numbers = [
         *(f"{column(game, 'longer').min():,.1f} in {game}" for game in games),
         *(f"{column(game, 'longer', 'final_standard_error').max():.1f} in {game}" for game in games[:2]),
-        f"best of {len(without)} runs got {max(without):.0f} %",
-        f"best of {len(scratch)} got {max(scratch):.0f} %",
+        f"best of {len(without)} runs without it got {max(without):.0f} %",
+        f"best of {len(scratch)} runs from scratch {max(scratch):.0f} %",
         f"at least {int(min(way[key].min() for key in pong))} %",
-        f"between {min(means):.1f} and {max(means):.1f} there. Seeds of a variant differ by up to {max(ranges):.1f},",
+        f"between {min(means):.1f} and {max(means):.1f}. Seeds of one variant differ by up to {max(ranges):.1f},",
         *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
         *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}." for x in ("", ", final lr 1e-5")),
     ]

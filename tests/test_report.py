@@ -227,7 +227,7 @@ def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
         finals = [written[key][EVALUATION] for key in keys if EVALUATION in written[key]]
         np.testing.assert_allclose(dots, [(20000, np.mean([y for _, y in final])) for final in finals], atol=1e-4)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["qdagger", "scratch", "teacher", "random policy", "end of run (evaluation)"]
+    assert labels == ["qdagger", "scratch", "teacher", "random policy", "final evaluation"]
 
 
 def test_a_dot_is_a_normalised_return(runs, tmp_path: Path) -> None:
