@@ -3,12 +3,13 @@ PYTHON ?= python3.13 python3.12 python3.11 python3
 SUPPORTED := -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
 VENV := .venv
 RUN := $(VENV)/bin/python
-TEACHER := teachers/PongNoFrameskip-v4-dqn_atari-seed1
-TEACHER_JAX := teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
-# A larger learning rate while the teacher's data lasts: it is not for long. Of more than four games few would end.
-DEMO := --env-id PongNoFrameskip-v4 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 \
-	--num-envs 4 --teacher-steps 20000 --total-timesteps 16000 --learning-starts 1000 --buffer-size 16000 \
-	--teacher-eval-episodes 10 --eval-episodes 10 --save-model
+TEACHER := teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1
+# Breakout, because ten of its episodes, which the schedule of λ waits for, end within 10,000 steps. An update for 8 steps
+# instead of 4 leaves time for more steps. A large learning rate is good for the offline phase only.
+DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-step 3 --num-envs 4 \
+	--learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 --teacher-steps 20000 --offline-steps 500 \
+	--total-timesteps 18000 --learning-starts 1000 --train-frequency 8 --buffer-size 18000 \
+	--teacher-eval-episodes 20 --eval-episodes 20 --save-model
 
 .PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
 
@@ -29,13 +30,10 @@ help:
 	@echo "make clean          delete .venv and all that was built"
 
 demo: $(VENV)/atari
-	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo $(TEACHER) $(DEMO) --offline-steps 2000
+	$(RUN) cleanrl/qdagger_dqn_atari_impalacnn.py $(DEMO)
 
-# An update in JAX takes three times as long on a CPU: half as many offline, with three times the teacher's weight.
-# With so few updates, 3-step returns gave a higher return (one seed).
 demo-jax: $(VENV)/jax
-	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py --teacher-policy-hf-repo $(TEACHER_JAX) $(DEMO) \
-		--offline-steps 1000 --distill-coefficient 3 --n-step 3
+	$(RUN) cleanrl/qdagger_dqn_atari_jax_impalacnn.py $(DEMO)
 
 # Two processes, each on half of the cores; by file, since the tests of a file share runs.
 test: $(VENV)/test

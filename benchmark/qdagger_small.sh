@@ -36,7 +36,7 @@ small BeamRider $torch -100k-final-1e-5 $beam_rider "$longer --final-learning-ra
 # λ reacts late in BeamRider, because its episodes are long.
 longest="--offline-steps 2000 --total-timesteps 150000 --exploration-fraction 0.0333"
 small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-rate 1e-5 --eval-episodes 100"
-# The flags of `make demo`, with a precise evaluation.
+# A short run, with a precise evaluation.
 small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
     --eval-episodes 100"
 # Q-learning alone can collapse in the offline phase at a learning rate of 1e-3.

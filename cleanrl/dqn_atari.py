@@ -64,6 +64,8 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame ; the default is the id's own: 0 for -v4, 0.25 for -v5"""
+    full_action_space: bool = False
+    """if toggled, the game is played with all 18 actions of the console"""
     total_timesteps: int = 10000000
     """environment steps (4 frames each)"""
     learning_rate: float = 1e-4
@@ -289,7 +291,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
     device, autocast = pick_torch_device(args.cuda, args.bf16)
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
 
     torch.manual_seed(args.seed)
     torch.backends.cudnn.deterministic = args.torch_deterministic

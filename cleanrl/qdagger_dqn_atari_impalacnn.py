@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from huggingface_hub import hf_hub_download
+from huggingface_hub import snapshot_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
@@ -23,7 +23,7 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import cuda_graph, pick_torch_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
-from cleanrl_utils.hub import download_errors, upload_model
+from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import open_model
 from cleanrl_utils.tracking import atomic_write, start_logging
 
@@ -66,6 +66,8 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
+    full_action_space: bool = False
+    """if toggled, the game is played with all 18 actions of the console, for a teacher that was trained with them"""
     total_timesteps: int = 10000000
     """environment steps (4 frames each) of the online phase; 0 ends the run after the offline phase"""
     learning_rate: float = 1e-4
@@ -103,9 +105,9 @@ class Args:
     eval_episodes: int = 10
     """episodes of each evaluation of the student"""
     teacher_policy_hf_repo: str | None = None
-    """the teacher: a local directory or a hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
+    """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
-    """the experiment that made the teacher; its file is {teacher_model_exp_name}.cleanrl_model"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default also the only file of the repository"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -179,38 +181,48 @@ class QNetwork(nn.Module):
 
 
 class TeacherNetwork(nn.Module):
-    """A DQN teacher, the network of Mnih et al. (2015): uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+    """A teacher, the network of Mnih et al. (2015) or C51's: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
-    def __init__(self, num_actions: int):
+    def __init__(self, num_actions: int, num_atoms: int = 0):
         super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(4, 32, 8, stride=4), nn.ReLU(),
             nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
             nn.Conv2d(64, 64, 3, stride=1), nn.ReLU(), nn.Flatten(),
             nn.Linear(3136, 512), nn.ReLU(),
-            nn.Linear(512, num_actions),
+            nn.Linear(512, num_actions * max(num_atoms, 1)),
         )  # fmt: skip
+        self.register_buffer("atoms", torch.zeros(num_atoms) if num_atoms else None)  # float32 (num_atoms,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
         with torch.autocast(x.device.type, enabled=False):
-            return self.network[-1](hidden.float())
+            outputs = self.network[-1](hidden.float())
+        if self.atoms is None:
+            return outputs
+        # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
+        return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
-def load_teacher(repo: str, exp_name: str, num_actions: int) -> nn.Module:
-    """Load ``{exp_name}.cleanrl_model`` from a local directory or else from a hub repository; see `load_model`."""
-    with download_errors(repo, filename := f"{exp_name}.cleanrl_model"):
-        directory = Path(repo).expanduser()
-        path = directory / filename if directory.is_dir() else Path(hf_hub_download(repo, filename))
-    return load_model(path, num_actions)
+def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+    """Load a model from a file, a local directory or else a hub repository; see `find_model` and `load_model`."""
+    download = functools.partial(snapshot_download, allow_patterns=["*.cleanrl_model", "*.zip"])
+    return load_model(find_model(repo, exp_name, download), num_actions, temperature)
 
 
-def load_model(path: Path, num_actions: int) -> nn.Module:
-    """Load a DQN or a student that a PyTorch or JAX script saved; raise a UserError if it does not fit."""
-    with open_model(path) as weights:  # NumPy arrays under the names of PyTorch's layers
-        network = (QNetwork if "network.0.conv.weight" in weights else TeacherNetwork)(num_actions)
+def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+    """Load a model of any format; return it and the temperature at which it samples actions, 0 if it is greedy.
+
+    The logits of a policy are multiplied by τ, the ``temperature``: softmax(Q/τ) of these Q-values is the policy.
+    Raises a UserError if the model does not fit.
+    """
+    with open_model(path, num_actions) as weights:  # NumPy arrays under the names of PyTorch's layers
+        student, is_policy = "network.0.conv.weight" in weights, "actor.weight" in weights
+        for part in ("weight", "bias") if is_policy else ():
+            weights[f"network.9.{part}"] = temperature * weights.pop(f"actor.{part}")
+        network = QNetwork(num_actions) if student else TeacherNetwork(num_actions, len(weights.get("atoms", ())))
         network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    return network
+    return network, temperature if is_policy else 0.0
 
 
 def save_model(network: nn.Module, path: Path) -> None:
@@ -406,11 +418,16 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     return warmup * linear_schedule(args.learning_rate, online, args.offline_steps, update)
 
 
-def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the action of largest Q-value, or with probability ``epsilon`` a random one; int64 (B,) from (B, A)."""
+def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
+    """Choose actions, int64 (B,), from Q-values (B, A): random ones with probability ``epsilon``.
+
+    The others have the largest Q-value or, above ``temperature`` 0, are sampled from softmax(Q / temperature).
+    """
     batch, num_actions = q_values.shape
-    random = rng.integers(0, num_actions, batch)
-    return np.where(rng.random(batch) < epsilon, random, q_values.argmax(dim=1).cpu().numpy())
+    random, explore, values = rng.integers(0, num_actions, batch), rng.random(batch) < epsilon, q_values.cpu().numpy()
+    if temperature > 0:
+        values = values + temperature * rng.gumbel(size=values.shape)  # the Gumbel-max trick samples the softmax
+    return np.where(explore, random, values.argmax(axis=1))
 
 
 def times_due(start: int, end: int, every: int) -> int:
@@ -422,9 +439,10 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
     device, autocast = pick_torch_device(args.cuda, args.bf16)
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
-    teacher = load_teacher(repo, args.teacher_model_exp_name, envs.num_actions)
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
+    name = args.teacher_model_exp_name
+    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
+    teacher, teacher_temperature = load_teacher(repo, name, envs.num_actions, args.temperature)
     teacher.to(device, memory_format=torch.channels_last)
     if autocast._enabled:
         teacher.network[:-1].to(torch.bfloat16)  # once, since its weights are frozen
@@ -455,8 +473,10 @@ def main(args: Args) -> None:
     def evaluate(name: str, network: nn.Module | None, episodes: int, replay: Replay | None = None) -> float:
         checkpoint.save(progress, modules, replay)  # an evaluation that is interrupted starts again from here
         q_function = None if network is None else lambda x: q_values_of(network, x).cpu().numpy()
-        progress.evaluations[name] = play_episodes(name, q_function, episodes, args, run_dir, checkpoint.exit_if_told)
-        return float(np.mean(progress.evaluations[name]))
+        temperature = teacher_temperature if network is teacher else 0.0
+        returns = play_episodes(name, q_function, episodes, args, run_dir, checkpoint.exit_if_told, temperature)
+        progress.evaluations[name] = returns
+        return float(np.mean(returns))
 
     # ==================== evaluate teacher and random policy ====================
     for name, network in (("teacher", teacher), ("random", None)):
@@ -483,7 +503,7 @@ def main(args: Args) -> None:
             for step in bar:
                 teacher_q_values = q_values_of(teacher, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
+                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng, teacher_temperature))
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
                 observation = torch.as_tensor(result.observation, device=device)
@@ -506,7 +526,7 @@ def main(args: Args) -> None:
             save_model(q_network, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
         start_time = time.perf_counter() - progress.seconds
-        for num_updates in writer.progress_bar("offline", range(progress.offline_update, args.offline_steps), "update"):
+        for num_updates in writer.progress_bar("offline", range(progress.offline_update, args.offline_steps)):
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
                 evaluate_offline(num_updates)
                 start_time = time.perf_counter() - progress.seconds
@@ -541,7 +561,7 @@ def main(args: Args) -> None:
         for step in bar:
             global_step, next_step = args.offline_steps + step, step + args.num_envs
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values_of(q_network, observation), epsilon, rng))
+            action = envs.send(epsilon_greedy(q_values_of(q_network, observation), epsilon, rng, 0.0))
 
             # Emulation overlaps learning: nothing from here to `recv` synchronises with the GPU.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
@@ -591,7 +611,8 @@ def main(args: Args) -> None:
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluations[final])
     checkpoint.finish()
-    print_summary(progress.evaluations, args.env_id, args.end_e)
+    distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
+    print_summary(args, run_dir, progress.evaluations, distill_coefficient)
 
 
 if __name__ == "__main__":

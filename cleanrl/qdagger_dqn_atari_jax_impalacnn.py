@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
-from huggingface_hub import hf_hub_download
+from huggingface_hub import snapshot_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
@@ -24,13 +24,14 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import pick_jax_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
-from cleanrl_utils.hub import download_errors, upload_model
+from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import open_model, torch_to_flax, write_flax
 from cleanrl_utils.tracking import start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
+Model = tuple[nn.Module, Params, float]  # the network, its variables, and its temperature: see `load_model`
 
 
 @dataclass
@@ -63,6 +64,8 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
+    full_action_space: bool = False
+    """if toggled, the game is played with all 18 actions of the console, for a teacher that was trained with them"""
     total_timesteps: int = 10000000
     """environment steps (4 frames each) of the online phase; 0 ends the run after the offline phase"""
     learning_rate: float = 1e-4
@@ -100,9 +103,9 @@ class Args:
     eval_episodes: int = 10
     """episodes of each evaluation of the student"""
     teacher_policy_hf_repo: str | None = None
-    """the teacher: a local directory or a hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
+    """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the experiment that made the teacher; its file is {teacher_model_exp_name}.cleanrl_model"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default also the only file of the repository"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -176,10 +179,11 @@ class QNetwork(nn.Module):
 
 
 class TeacherNetwork(nn.Module):
-    """A DQN teacher, the network of Mnih et al. (2015): uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+    """A teacher, the network of Mnih et al. (2015) or C51's: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
     num_actions: int
     dtype: jnp.dtype = jnp.float32
+    atoms: tuple[float, ...] = ()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -187,7 +191,9 @@ class TeacherNetwork(nn.Module):
         for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
         x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        return LastDense(self.num_actions)(x)
+        outputs = LastDense(self.num_actions * max(len(self.atoms), 1))(x).reshape(len(x), self.num_actions, -1)
+        # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
+        return jnp.sum(nn.softmax(outputs) * jnp.array(self.atoms), axis=2) if self.atoms else outputs[:, :, 0]
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
@@ -202,23 +208,29 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
     return unflatten_dict(params)
 
 
-def load_teacher(repo: str, exp_name: str, num_actions: int, dtype: jnp.dtype) -> tuple[nn.Module, Params]:
-    """Load ``{exp_name}.cleanrl_model`` from a local directory or else from a hub repository; see `load_model`."""
-    with download_errors(repo, filename := f"{exp_name}.cleanrl_model"):
-        directory = Path(repo).expanduser()
-        path = directory / filename if directory.is_dir() else Path(hf_hub_download(repo, filename))
-    return load_model(path, num_actions, dtype)
+def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float, dtype: jnp.dtype) -> Model:
+    """Load a model from a file, a local directory or else a hub repository; see `find_model` and `load_model`."""
+    download = functools.partial(snapshot_download, allow_patterns=["*.cleanrl_model", "*.zip"])
+    return load_model(find_model(repo, exp_name, download), num_actions, temperature, dtype)
 
 
-def load_model(path: Path, num_actions: int, dtype: jnp.dtype = jnp.float32) -> tuple[nn.Module, Params]:
-    """Load a DQN or a student that a PyTorch or JAX script saved; raise a UserError if it does not fit."""
-    with open_model(path) as weights:  # NumPy arrays under the names of PyTorch's layers
-        network = (QNetwork if "network.0.conv.weight" in weights else TeacherNetwork)(num_actions, dtype)
+def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32) -> Model:
+    """Load a model of any format; return it and the temperature at which it samples actions, 0 if it is greedy.
+
+    The logits of a policy are multiplied by τ, the ``temperature``: softmax(Q/τ) of these Q-values is the policy.
+    Raises a UserError if the model does not fit.
+    """
+    with open_model(path, num_actions) as weights:  # NumPy arrays under the names of PyTorch's layers
+        student, is_policy = "network.0.conv.weight" in weights, "actor.weight" in weights
+        for part in ("weight", "bias") if is_policy else ():
+            weights[f"network.9.{part}"] = temperature * weights.pop(f"actor.{part}")
+        atoms = tuple(weights.pop("atoms", ()))
+        network = QNetwork(num_actions, dtype) if student else TeacherNetwork(num_actions, dtype, atoms)
         params, shapes = torch_to_flax(weights), jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK)
         found, needed = (flatten_dict(jax.tree.map(np.shape, tree), sep="/") for tree in (params, shapes))
         if wrong := found.items() ^ needed.items():
             raise ValueError(f"its layers are not those of {type(network).__name__}: {sorted(wrong)[:2]}")
-    return network, jax.tree.map(jnp.asarray, params)
+    return network, jax.tree.map(jnp.asarray, params), temperature if is_policy else 0.0
 
 
 def save_model(params: Params, path: Path) -> None:
@@ -420,11 +432,16 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     return warmup * linear_schedule(args.learning_rate, online, args.offline_steps, update)
 
 
-def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the action of largest Q-value, or with probability ``epsilon`` a random one; int64 (B,) from (B, A)."""
+def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
+    """Choose actions, int64 (B,), from Q-values (B, A): random ones with probability ``epsilon``.
+
+    The others have the largest Q-value or, above ``temperature`` 0, are sampled from softmax(Q / temperature).
+    """
     batch, num_actions = q_values.shape
-    random = rng.integers(0, num_actions, batch)
-    return np.where(rng.random(batch) < epsilon, random, np.asarray(q_values).argmax(axis=1))
+    random, explore, values = rng.integers(0, num_actions, batch), rng.random(batch) < epsilon, np.asarray(q_values)
+    if temperature > 0:
+        values = values + temperature * rng.gumbel(size=values.shape)  # the Gumbel-max trick samples the softmax
+    return np.where(explore, random, values.argmax(axis=1))
 
 
 def times_due(start: int, end: int, every: int) -> int:
@@ -436,9 +453,10 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
     dtype = pick_jax_device(args.bf16)
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability)
-    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
-    teacher, teacher_params = load_teacher(repo, args.teacher_model_exp_name, envs.num_actions, dtype)
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
+    name = args.teacher_model_exp_name
+    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
+    teacher, teacher_params, teacher_temperature = load_teacher(repo, name, envs.num_actions, args.temperature, dtype)
     check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])
 
     rng = np.random.default_rng(args.seed)
@@ -458,8 +476,10 @@ def main(args: Args) -> None:
 
     def evaluate(name: str, policy: Callable | None, episodes: int, state: TrainState, replay: Replay | None) -> float:
         checkpoint.save(progress, modules | {"state": state}, replay)  # an interrupted evaluation starts from here
-        progress.evaluations[name] = play_episodes(name, policy, episodes, args, run_dir, checkpoint.exit_if_told)
-        return float(np.mean(progress.evaluations[name]))
+        temperature = teacher_temperature if name == "teacher" else 0.0
+        returns = play_episodes(name, policy, episodes, args, run_dir, checkpoint.exit_if_told, temperature)
+        progress.evaluations[name] = returns
+        return float(np.mean(returns))
 
     # ==================== evaluate teacher and random policy ====================
     for name, policy in (("teacher", functools.partial(teacher_apply, teacher_params)), ("random", None)):
@@ -486,7 +506,7 @@ def main(args: Args) -> None:
             for step in bar:
                 teacher_q_values = teacher_apply(teacher_params, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng))
+                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng, teacher_temperature))
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
                 observation = result.observation
@@ -508,7 +528,7 @@ def main(args: Args) -> None:
             save_model(state.params, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
         start_time = time.perf_counter() - progress.seconds
-        for num_updates in writer.progress_bar("offline", range(progress.offline_update, args.offline_steps), "update"):
+        for num_updates in writer.progress_bar("offline", range(progress.offline_update, args.offline_steps)):
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
                 evaluate_offline(num_updates, state)
                 start_time = time.perf_counter() - progress.seconds
@@ -542,7 +562,7 @@ def main(args: Args) -> None:
         for step in bar:
             global_step, next_step = args.offline_steps + step, step + args.num_envs
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(apply(state.params, observation), epsilon, rng))
+            action = envs.send(epsilon_greedy(apply(state.params, observation), epsilon, rng, 0.0))
 
             # Emulation overlaps learning: nothing from here to `recv` synchronises with the GPU.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
@@ -592,7 +612,8 @@ def main(args: Args) -> None:
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluations[final])
     checkpoint.finish()
-    print_summary(progress.evaluations, args.env_id, args.end_e)
+    distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
+    print_summary(args, run_dir, progress.evaluations, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,8 @@ class Step(NamedTuple):
 def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> tuple[str, float]:
     """Return ale-py's name of the ROM and the probability of a sticky action per frame; UserError for another id.
 
-    Args:
-        env_id: ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, of any single-player game that ale-py ships.
-        repeat_action_probability: overrides the id's own: 0 for -v4, 0.25 for -v5 (Machado et al., 2018).
+    An id is ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, of any single-player game that ale-py ships. Without
+    ``repeat_action_probability``, the first has no sticky actions and the second 0.25 (Machado et al., 2018).
     """
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
@@ -73,15 +72,18 @@ class AtariEnvs:
     Emulation overlaps with the caller's code between :meth:`send` and :meth:`recv`. An ended episode is reset in the
     next step (gymnasium's NEXT_STEP mode).
 
-    Args:
-        env_id: see :func:`parse_env_id`, also for ``repeat_action_probability``.
-        num_envs: the number N of environments.
-        seed: seed of the no-ops and sticky actions.
-        images: options of ``AtariVectorEnv`` for other observations.
+    ``seed`` decides the no-ops and sticky actions. ``full_action_space`` is all 18 actions instead of those that matter
+    in the game. ``images`` are options of ``AtariVectorEnv`` for other observations. See also :func:`parse_env_id`.
     """
 
     def __init__(
-        self, env_id: str, num_envs: int, seed: int, repeat_action_probability: float | None = None, **images: Any
+        self,
+        env_id: str,
+        num_envs: int,
+        seed: int,
+        repeat_action_probability: float | None = None,
+        full_action_space: bool = False,
+        **images: Any,
     ):
         rom, sticky = parse_env_id(env_id, repeat_action_probability)
         self.num_envs, self.num_threads = num_envs, min(num_envs, available_cores())
@@ -90,6 +92,7 @@ class AtariEnvs:
             num_envs,
             num_threads=self.num_threads,
             repeat_action_probability=sticky,
+            full_action_space=full_action_space,
             max_num_frames_per_episode=MAX_FRAMES,
             frameskip=FRAME_SKIP,
             noop_max=NOOP_MAX,

@@ -18,12 +18,11 @@ import os
 import shlex
 import shutil
 import signal
-import stat
 import sys
 import time
 import weakref
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -33,7 +32,7 @@ import tyro
 from tqdm import tqdm
 
 from cleanrl_utils.checks import check_args
-from cleanrl_utils.errors import UserError, flag, one_line
+from cleanrl_utils.errors import UserError, flag, one_line, user_errors
 from cleanrl_utils.tracking import Writer, atomic_write, make_run_dir, script_of, sync_directory, write_progress
 
 T = TypeVar("T")
@@ -43,6 +42,7 @@ MAY_CHANGE = (  # flags that may have another value in a resumed run
     "wandb_project_name wandb_entity capture_video save_model upload_model hf_entity teacher_policy_hf_repo"
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+USE_THE_SAME = "resume it with the script and packages that started it"
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
 
@@ -61,11 +61,11 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     state = load_checkpoint(Path(args.resume), script_of(args).stem)[1]
     # A directory that somebody else made does not decide what is uploaded, or where to.
     flags = state["flags"] | {"upload_model": False, "hf_entity": "", "resume": None}
-    if flags.keys() != {field.name for field in dataclasses.fields(args_class)}:
-        raise UserError(f"--resume {args.resume}: the run was started by a version of this script with other flags")
-    saved = args_class(**flags)
-    # Now every difference was given on the command line.
-    args = check_args(tyro.cli(args_class, default=saved, args=argv))
+    with user_errors(f"--resume {args.resume}: the flags do not fit this script", USE_THE_SAME):
+        if flags.keys() != vars(args).keys():
+            raise ValueError("there are other flags now")
+        # Now every difference was given on the command line.
+        args = check_args(tyro.cli(args_class, default=args_class(**flags), args=argv))
     may_change = MAY_CHANGE.split() + ["buffer_size"] * (state["progress"].get("online_step") == 0)  # not yet made
     for name, was in flags.items():
         if getattr(args, name) != was and name not in may_change:
@@ -111,7 +111,7 @@ class Checkpoint:
         """Restore the modules of a resumed run in place, JAX trees in the dict; return its progress."""
         if self._loaded is None:
             return progress
-        with self._resume_errors("the checkpoint does not fit this script"):
+        with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
             for name, module in modules.items():
                 was, now = self._loaded["parts"][name], type(module).__name__
                 if was != now:
@@ -121,7 +121,7 @@ class Checkpoint:
 
     def restore_replay(self, replay: Any) -> None:
         """Fill ``replay`` with the replay buffer of the checkpoint; raise a UserError if it has none that fits."""
-        with self._resume_errors("the replay buffer can't be restored"):
+        with user_errors(f"--resume {self.run_dir}: the replay buffer can't be restored", USE_THE_SAME):
             if self._loaded["replay"] is None:
                 raise ValueError("it was deleted at the end of the training: leave --total-timesteps out")
             for segment in self._segments:  # in this order: later steps take the slots of earlier ones
@@ -139,18 +139,16 @@ class Checkpoint:
         Raises:
             UserError: a module holds NaN or infinity, which is never saved; or the disk is full.
         """
+        resume, unwritten = self._how_to_resume(), f"a checkpoint can't be written to {self.directory}"
         try:
-            parts = {name: dump(module, name) for name, module in modules.items()}
-            if self.args.checkpoint_minutes:
-                self._write(progress, modules, parts, replay)
-        except OSError as error:
+            with user_errors(unwritten, f"make room, then {resume}", OSError):
+                with user_errors("the training diverged", f"lower --learning-rate or {resume}", FloatingPointError):
+                    parts = {name: dump(module, name) for name, module in modules.items()}
+                if self.args.checkpoint_minutes:
+                    self._write(progress, modules, parts, replay)
+        except UserError:
             self.close()
-            what = f"a checkpoint can't be written to {self.directory} ({error.strerror or error})"
-            raise UserError(f"{what}; make room, then {self._how_to_resume()}") from error
-        except NotFinite as error:
-            self.close()
-            what = f"{error} is NaN or infinite, so that the training has diverged"
-            raise UserError(f"{what}; lower --learning-rate in a new run, or {self._how_to_resume()}") from error
+            raise
         self._last_save = time.monotonic()
 
     def save_if_due(self, progress: Any, modules: dict[str, Any], replay: Any = None) -> None:
@@ -164,7 +162,6 @@ class Checkpoint:
         """Exit with 128 + its number if a signal came. What was not saved before is done again when resuming."""
         if self._signal:
             tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
-            sys.stdout.flush()
             self.close()
             sys.exit(128 + self._signal)
 
@@ -183,15 +180,6 @@ class Checkpoint:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    @contextlib.contextmanager
-    def _resume_errors(self, what: str) -> Iterator[None]:
-        """Turn an exception of any kind into a UserError: the files may be from another version of the script."""
-        try:
-            yield
-        except Exception as error:
-            remedy = "resume it with the script and packages that started it"
-            raise UserError(f"--resume {self.run_dir}: {what} ({one_line(error)}); {remedy}") from error
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._signal is None:  # a further signal changes nothing, least of all a checkpoint that is being written
@@ -250,10 +238,6 @@ class Checkpoint:
         return segment
 
 
-class DamagedFile(Exception):
-    """A file of a checkpoint is missing or damaged."""
-
-
 def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> tuple[int, dict[str, Any], dict]:
     """Return number, state and serialised modules of the newest undamaged checkpoint; UserError if there is none.
 
@@ -262,8 +246,7 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
     if not run_dir.is_dir():
         raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
     for path in run_dir.rglob("*"):
-        kind = path.lstat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise UserError(f"--resume {run_dir}: {path} is a link or a special file; a run has plain files only")
     problems = []
     for path in sorted((run_dir / "checkpoint").glob("*.state"), reverse=True):
@@ -272,12 +255,12 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
             parts = read_zip(path, list(state["parts"]))
             for file, low, high in state["segments"]:
                 if Path(file).name != file or not 0 <= low < high:
-                    raise DamagedFile(f"{path.name} names the segment {file!r:.60}")
+                    raise ValueError(f"{path.name} names the segment {file!r:.60}")
                 if check_replay:
                     read_zip(path.parent / file, state["replay"]["members"])
             number, found = int(path.stem), str(state["script"])
             state["flags"], state["progress"] = dict(state["flags"]), dict(state["progress"])
-        except (DamagedFile, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             problems.append(f"{path.name}: {one_line(error)}")
             if check_replay:
                 print(f"WARNING: {path} is damaged ({error}); trying the checkpoint before", file=sys.stderr)
@@ -298,39 +281,33 @@ def lock_directory(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        reason = "this run is still running in another process; stop that one first"
-        raise UserError(f"--resume {path}: {reason}") from error
+        raise UserError(f"--resume {path}: this run is still running in another process; stop it first") from error
     except OSError:  # a file system without locks
         pass
     return descriptor
 
 
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Read members of a zip file; raise DamagedFile if it or one of them is missing, or has another checksum."""
+    """Read members of a zip file; raise ValueError if it or one of them is missing, or has another checksum."""
     try:
         with zipfile.ZipFile(path) as file:
             return {name: file.read(name) for name in members}
     except Exception as error:  # OSError, BadZipFile, and many kinds where its directory is damaged
-        raise DamagedFile(f"{path.name} can't be read: {error}") from error
-
-
-class NotFinite(Exception):
-    """A module holds NaN or infinity; the message names the array."""
+        raise ValueError(f"{path.name} can't be read: {error}") from error
 
 
 def dump(module: Any, name: str) -> bytes:
-    """Serialise the state of a module; raise NotFinite if it has a weight that is NaN or infinite."""
-    if isinstance(module, np.random.Generator):
-        return json.dumps(module.bit_generator.state).encode()
-    if isinstance(module, Writer):
-        return json.dumps(module.state_dict()).encode()
+    """Serialise the state of a module; raise FloatingPointError if it has a weight that is NaN or infinite."""
+    if isinstance(module, np.random.Generator | Writer):
+        state = module.state_dict() if isinstance(module, Writer) else module.bit_generator.state
+        return json.dumps(state).encode()
     if hasattr(module, "state_dict") or hasattr(module, "get_state"):
         import torch
 
         state = module.get_state() if hasattr(module, "get_state") else module.state_dict()
         for key, value in state.items() if isinstance(module, torch.nn.Module) else ():
             if not torch.isfinite(value).all():
-                raise NotFinite(f"{name} {key}")
+                raise FloatingPointError(f"{name} {key} is NaN or infinite")
         torch.save(state, file := io.BytesIO())
         return file.getvalue()
     import jax
@@ -338,7 +315,7 @@ def dump(module: Any, name: str) -> bytes:
 
     for path, leaf in jax.tree.leaves_with_path(module):
         if not np.isfinite(leaf).all():
-            raise NotFinite(f"{name}{jax.tree_util.keystr(path)}")
+            raise FloatingPointError(f"{name}{jax.tree_util.keystr(path)} is NaN or infinite")
     return msgpack_serialize(to_state_dict(module))
 
 

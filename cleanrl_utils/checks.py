@@ -61,8 +61,7 @@ def check_args(args: Any) -> Any:
 def size_problem(args: Any) -> str | None:
     """Return why the sizes leave no transition to sample or no update to make, or None if they leave some."""
     needed = (STACK + args.n_step + 1) * args.num_envs  # a stack, an n-step return and one more step
-    sizes = ["buffer_size"] if getattr(args, "offline_steps", 0) == 0 else ["teacher_steps", "buffer_size"]
-    for name in sizes:
+    for name in ("teacher_steps", "buffer_size") if getattr(args, "offline_steps", 0) else ("buffer_size",):
         if getattr(args, name) // args.num_envs * args.num_envs < needed:
             with_flags = f"with --num-envs {args.num_envs} and --n-step {args.n_step}"
             return f"{flag(name)} is {getattr(args, name)}; it must be at least {needed} {with_flags}"
@@ -80,10 +79,8 @@ def size_problem(args: Any) -> str | None:
 def check_memory(args: Any, one_step: Any, device: Any) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
 
-    Args:
-        args: the flags.
-        one_step: the arrays of a replay buffer of one step of each environment.
-        device: the device of the buffers, which never exist at once; of PyTorch or JAX.
+    ``one_step`` are the arrays of one with a step of each environment. ``device`` is of PyTorch or JAX. The teacher's
+    replay buffer and the student's never exist at once.
     """
     available, batch = available_memory(device), args.batch_size * ACTIVATION_BYTES
     sizes = {"batch_size": batch}

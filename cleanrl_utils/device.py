@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from cleanrl_utils.atari import available_cores
-from cleanrl_utils.errors import UserError, one_line
+from cleanrl_utils.errors import UserError, user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -170,10 +170,8 @@ def pick_jax_device(bf16: bool) -> Any:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     # On a CPU another thread would compute on the same cores, and the hand-over takes time.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    try:
+    with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu to compute on the CPU"):
         device = jax.devices()[0]
-    except (RuntimeError, AssertionError) as error:  # the latter where JAX_PLATFORMS names a GPU and none is there
-        raise UserError(f"JAX can't start ({one_line(error)}); set JAX_PLATFORMS=cpu to compute on the CPU") from error
     if device.platform == "cpu":
         if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
             warn_of_unused_gpu("JAX")

@@ -39,6 +39,17 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(1)
 
 
+@contextmanager
+def user_errors(what: str, remedy: str, kind: type[Exception] | tuple = Exception) -> Iterator[None]:
+    """Turn an exception of this kind into the :class:`UserError` "{what}: {exception}; {remedy}"."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kind as error:
+        raise UserError(f"{what}: {one_line(error)}; {remedy}") from error
+
+
 def one_line(error: BaseException) -> str:
     """Return an exception's message as one printable line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -54,8 +65,6 @@ def flag(name: str) -> str:
 def require_packages(what: str, *modules: str) -> None:
     """Import ``modules``, which ``what`` needs; raise a UserError if one is missing."""
     for module in modules:
-        try:
+        extra = {"jax": "jax", "matplotlib": "plot"}.get(module, "atari")
+        with user_errors(f"{what} needs the package {module}", f"pip install '.[{extra}]'", ImportError):
             importlib.import_module(module)
-        except ImportError as error:
-            extra = {"jax": "jax", "matplotlib": "plot"}.get(module, "atari")
-            raise UserError(f"{what} needs the package {module} ({error}): pip install '.[{extra}]'") from error

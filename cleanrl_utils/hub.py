@@ -1,11 +1,9 @@
 """Models on the Hugging Face Hub: why a download failed, in one line, and the upload of a trained model."""
 
-import contextlib
 import os
-import pprint
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,10 @@ import huggingface_hub as hf
 import numpy as np
 from huggingface_hub import constants, errors, utils
 
-from cleanrl_utils.errors import UserError, one_line
+from cleanrl_utils.errors import UserError, one_line, user_errors
 from cleanrl_utils.tracking import atomic_write, script_of, video_dir
 
-CONTINUE = "check both names, `hf auth login`, train a teacher (dqn_atari.py --save-model) or use one from teachers/"
+CONTINUE = "check the name, `hf auth login`, or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 (Pong, BeamRider)"
 REQUEST_TIMEOUT = 30.0  # seconds without progress
 
 
@@ -29,22 +27,32 @@ def limit_requests() -> None:
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")  # six tries; the default is 300 s each
 
 
-@contextlib.contextmanager
-def download_errors(repo: str, filename: str) -> Iterator[None]:
-    """Turn any error of finding ``filename`` in a local directory or hub repository into a :class:`UserError`."""
-    try:
-        directory = Path(repo).expanduser()
-        if not directory.is_dir():
+def find_model(repo: str, exp_name: str, download: Callable[[str], str]) -> Path:
+    """Return the model in a file, a local directory or a hub repository, which ``download`` copies to a directory.
+
+    It is ``{exp_name}.cleanrl_model`` or ``{exp_name}.zip``. For a script's default, ``exp_name`` need not exist: then
+    it is the zip file that is named as the repository, or else the only model. Any error becomes a UserError.
+    """
+    with user_errors(f"cannot load a model from the file, directory or hub repository {repo!r}", CONTINUE):
+        path = Path(repo).expanduser()
+        if not path.exists():
             limit_requests()
             hf.logging.set_verbosity_error()  # the client prints ten lines about its retries
-        elif not (directory / filename).is_file():
-            models = sorted(path.name for path in directory.glob("*.cleanrl_model") if path.is_file())
-            raise FileNotFoundError(f"the directory has {models or 'no .cleanrl_model file'}")
-        yield
-    except Exception as error:  # the client raises its own errors, its HTTP library's, OSError and ValueError
-        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None  # the failed request
-        what = f"cannot load {filename!r} from the directory or hub repository {repo!r}: {one_line(cause or error)}"
-        raise UserError(f"{what}; {CONTINUE}") from error
+            try:
+                path = Path(download(repo))
+            except errors.LocalEntryNotFoundError as error:
+                raise (error.__cause__ or error) from None  # the cause is the failed request
+        if path.is_file():
+            return path
+        models = [file.name for file in path.glob("*") if file.suffix in (".cleanrl_model", ".zip") and file.is_file()]
+        models = sorted(set(models) - {"train_eval_metrics.zip"})  # the logs in a repository of rl-baselines3-zoo
+        names = [f"{exp_name}.cleanrl_model", f"{exp_name}.zip"]
+        if exp_name in ("dqn_atari", "dqn_atari_jax"):
+            names += [f"{Path(repo).name}.zip", *(models if len(models) == 1 else ())]
+        for name in filter(models.__contains__, names):
+            return path / name
+        has = f"it has {', '.join(models)}: name one with --teacher-model-exp-name" if models else "it has no such file"
+        raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip; {has}")
 
 
 def repository_name(args: Any) -> str:
@@ -58,10 +66,8 @@ def check_upload_possible(args: Any) -> None:
         return
     if constants.HF_HUB_OFFLINE or hf.get_token() is None:
         raise UserError("--upload-model needs a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset")
-    try:
+    with user_errors("--upload-model has no valid repository", "change --hf-entity or --exp-name"):
         utils.validate_repo_id(repository_name(args))
-    except errors.HFValidationError as error:
-        raise UserError(f"--upload-model: {one_line(error)} Change --hf-entity or --exp-name") from error
 
 
 def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[float]) -> None:
@@ -102,6 +108,7 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     )
     qdagger = script if hasattr(args, "teacher_policy_hf_repo") else f"qdagger_dqn_atari{backend}_impalacnn.py"
     network = "" if script == f"{args.exp_name}.py" else f" --script cleanrl/{qdagger}"
+    game = f"--env-id {args.env_id}{' --full-action-space' if args.full_action_space else ''}"
     train = ["python", f"cleanrl/{script}"]
     for name, value in vars(args).items():
         if value != getattr(type(args), name, None) and name != "resume":
@@ -113,12 +120,8 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
 Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole episodes, unclipped rewards).
 To watch it play, to use it as a teacher and to train it again:
 ```bash
-python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} --env-id {args.env_id}{network}
-python cleanrl/{qdagger} --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name} --env-id {args.env_id}
+python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game}{network}
+python cleanrl/{qdagger} --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name} {game}
 {shlex.join(train)}
-```
-## Hyperparameters
-```python
-{pprint.pformat(vars(args), sort_dicts=False)}
 ```
 """

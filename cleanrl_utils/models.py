@@ -1,96 +1,179 @@
 """Read, write and convert model files: ``python -m cleanrl_utils.models SOURCE TARGET``.
 
-PyTorch scripts save a state dict, JAX scripts save flax msgpack. Both hold the same layers in the same order. The names
-follow from each other and the shapes come from the file, so that no network is written down here.
+Every format is read into one form: arrays under the names of CleanRL's PyTorch scripts. The last layer says what a
+teacher's outputs are: Q-values (``network.9``), the logits of a policy (``actor``), or the logits of C51's return
+distributions (``network.9`` with ``atoms``). Shapes come from the file, so that no network is written down here.
 Files are untrusted: reading one runs no code from it and takes a few times its size in memory.
 """
 
+import functools
+import io
 import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
 import tyro
 
-from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages
+from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages, user_errors
 from cleanrl_utils.tracking import atomic_write
 
 Weights = dict[str, np.ndarray]  # float32 arrays under the names and in the layout of a PyTorch state dict
 Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel
-TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")  # a zip archive; before PyTorch 1.6, pickles of protocol 2
 FLAX_ARRAY = 1  # flax's msgpack extension code of an array
-
-
-def read_weights(path: Path) -> Weights:
-    """Read the weights from a model file of any format; a damaged file can raise almost anything."""
-    if not path.is_file():
-        raise ValueError("there is no such file")
-    weights = read_torch(path) if is_torch_file(path) else flax_to_torch(read_flax(path))
-    if not weights:
-        raise ValueError("it has no weights")
-    return {str(key): as_float32(key, value) for key, value in weights.items()}
-
-
-def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as PyTorch's do."""
-    with path.open("rb") as file:
-        return file.read(4).startswith(TORCH_MAGIC)
+ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
+MAX_BYTES = 2**30  # of a file
+STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8", "IntStorage": "<i4"}  # PyTorch's
+QUANTILES = 200  # of sb3-contrib's QR-DQN by default; a file does not say how many it has
+SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names here; None: a layer that does not act
+    (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.cnn\.([024])", r"network.\1"),
+    (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.linear\.0", "network.7"),
+    (r"q_net\.q_net\.0", "network.9"),
+    (r"quantile_net\.quantile_net\.0", "quantiles"),
+    (r"action_net", "actor"),
+    (r"(?:(?:q|quantile)_net_target|vf_features_extractor)\..*|value_net|critic", None),
+)
 
 
 @contextmanager
-def open_model(path: Path) -> Iterator[Weights]:
+def open_model(path: Path, num_actions: int | None = None) -> Iterator[Weights]:
     """Read the weights from a model file of any format, for a ``with`` block.
 
-    Raises:
-        UserError: the file is not a model, or the block raises, as it does where the layers do not fit a network.
+    ``num_actions`` is the number of actions of the game, if the model is for one. Raise a UserError if the file is not
+    a model for it, or if the block raises, as it does where layers do not fit.
     """
-    try:
-        yield read_weights(path)
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file can raise almost anything
-        reason = one_line(error)
-        if isinstance(error, pickle.UnpicklingError):  # PyTorch's message advises to load it with weights_only=False
-            unsafe = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"its pickle refers to {unsafe[1]!r}, which could run code" if unsafe else "its pickle is damaged"
-        advice = "give a model of CleanRL's or QDagger's scripts for this environment"
-        raise UserError(f"{path} is not a usable model: {reason}; {advice}") from error
+    with user_errors(f"{path} is not a usable model", "docs/teachers.md lists the models that can be used"):
+        yield read_weights(path, num_actions)
 
 
-def read_torch(path: Path) -> dict[str, Any]:
-    """Read a PyTorch state dict. PyTorch is imported only here, because the JAX scripts do not need it otherwise."""
-    require_packages(f"{path} is a PyTorch file: converting it (python -m cleanrl_utils.models)", "torch")
-    import torch
+def read_weights(path: Path, num_actions: int | None) -> Weights:
+    """Read the weights; a damaged file can raise almost anything."""
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"it has {size:,} bytes, more than the {MAX_BYTES:,} that a model may have")
+    data = path.read_bytes()
+    weights = read_torch(data) if data.startswith(ZIP) else flax_to_torch(read_flax(data))
+    weights = {str(key): as_float32(key, value) for key, value in weights.items()}
+    for part in ("weight", "bias") if "quantiles.bias" in weights else ():  # output i·A + a is quantile i of action a
+        rows = weights.pop(f"quantiles.{part}")
+        default = len(rows) % QUANTILES == 0 and 3 <= len(rows) // QUANTILES <= 18  # Atari games have 3 to 18 actions
+        actions = len(rows) // QUANTILES if default else num_actions
+        if not actions or len(rows) % actions:
+            raise ValueError(f"its {len(rows)} outputs are not quantiles of {actions or 'a known number of'} actions")
+        weights[f"network.9.{part}"] = rows.reshape(-1, actions, *rows.shape[1:]).mean(axis=0)  # linear, as the layer
+    heads = [key for key in weights if re.fullmatch(r"(?:network\.\d+|actor)\.bias", key)]
+    if not heads:
+        raise ValueError(f"it has no weights of a network, only {sorted(weights)[:3]}")
+    last = max(heads, key=lambda key: (key == "actor.bias", len(key), key))
+    found = weights[last].size // weights.get("atoms", np.zeros(1)).size
+    if num_actions not in (None, found):
+        remedy = "; --full-action-space plays with all 18" if found == 18 else ""
+        raise ValueError(f"it has {found} outputs and the game has {num_actions} actions{remedy}")
+    return weights
 
-    size = path.stat().st_size
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if sum(member.file_size for member in archive.infolist()) > size:  # PyTorch stores them uncompressed
-                raise ValueError("it is a compressed zip archive")
-    state_dict = torch.load(path, map_location="cpu", weights_only=True)
+
+def read_torch(data: bytes) -> dict[str, Any]:
+    """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
+    members = read_zip(data)
+    if policy := members.get("policy.pth"):  # nothing else of stable-baselines3's zip is read
+        members = read_zip(data := policy())
+    state_dict = TorchUnpickler(members).load()
+    if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
+        state_dict = state_dict["model_weights"]
     if not isinstance(state_dict, dict):
         raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
-    if sum(value.numel() for value in state_dict.values() if isinstance(value, torch.Tensor)) > size:
-        raise ValueError("its tensors have more elements than the file has bytes")  # strides of 0 repeat elements
-    return state_dict
+    if sum(map(np.size, state_dict.values())) > len(data):  # one element or array can stand for many
+        raise ValueError("its tensors have more elements than the file has bytes")
+    weights = {}
+    for key, value in state_dict.items():
+        layer, _, part = str(key).rpartition(".")
+        names = [name and match.expand(name) for pattern, name in SB3_LAYERS if (match := re.fullmatch(pattern, layer))]
+        if policy and not names:
+            raise ValueError(f"its policy has {key!r:.60}; needed is a CnnPolicy of default layers, discrete actions")
+        if (name := names[0] if names else layer) is not None:
+            weights[f"{name}.{part}".lstrip(".")] = value
+    return weights
 
 
-def read_flax(path: Path) -> Params:
-    """Read flax msgpack. Some JAX scripts of CleanRL save [flags, params]: return the latter."""
+def read_zip(data: bytes) -> dict[str, Callable[[], bytes]]:
+    """Return functions that read the members of a zip archive; ValueError if it unpacks to many times its size.
+
+    The size that the archive gives for a member is a limit, as more may be in it; other methods than deflate have none.
+    """
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    methods, files = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), archive.infolist()
+    if sum(file.file_size if file.compress_type in methods else math.inf for file in files) > 4 * len(data):
+        raise ValueError("its zip archive unpacks to many times its size")
+    return {
+        file.filename: functools.partial(lambda file: archive.open(file).read(file.file_size), file) for file in files
+    }
+
+
+# The base class is pickle's in Python: the one in C allocates as much memory as a file tells it to.
+class TorchUnpickler(pickle._Unpickler):
+    """Read the NumPy arrays of a PyTorch file (``torch.save``), without PyTorch and without running code from it.
+
+    The file is a zip archive of a pickle and the elements of each storage. Tensors are views of them.
+    """
+
+    def __init__(self, members: dict[str, Callable[[], bytes]]):
+        names = [name for name in members if re.fullmatch(r"[^/]*/data\.pkl", name)]
+        if len(names) != 1:
+            raise ValueError("it is a zip archive with neither policy.pth nor a state dict of PyTorch")
+        super().__init__(io.BytesIO(members[names[0]]()))
+        self.members, self.folder = members, names[0].removesuffix("data.pkl")
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class or function of this name; there are no others than those of a state dict."""
+        known = {"OrderedDict": OrderedDict, "_rebuild_tensor_v2": self.rebuild_tensor, **STORAGES}
+        if module not in ("collections", "torch", "torch._utils") or name not in known:
+            raise pickle.UnpicklingError(f"it refers to {f'{module}.{name}'!r:.60}; only arrays of numbers are read")
+        return known[name]
+
+    def load_build(self) -> None:
+        """Ignore the attributes of an object: PyTorch needs none of them."""
+        self.stack.pop()
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+
+    def persistent_load(self, storage: tuple) -> np.ndarray:
+        """Return the elements of a storage, which the pickle describes as ("storage", type, member, device, size)."""
+        _, dtype, member, *_ = storage
+        return np.frombuffer(self.members[f"{self.folder}data/{member}"](), dtype)
+
+    def rebuild_tensor(self, storage: np.ndarray, offset: int, shape: tuple, strides: tuple, *_: Any) -> np.ndarray:
+        """Return a view of ``storage``; ValueError if it has elements outside it."""
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if min(offset, *shape, *strides, 0) < 0 or last >= len(storage):
+            raise ValueError("a tensor has elements that are not in the file")
+        return np.lib.stride_tricks.as_strided(storage[offset:], shape, [storage.itemsize * step for step in strides])
+
+
+def read_flax(data: bytes) -> Params:
+    """Read flax msgpack: parameters alone, CleanRL's [flags, parameters], and the files of its PPO and C51."""
 
     def unpack_array(_: int, data: bytes) -> np.ndarray:
         shape, dtype, data = msgpack.unpackb(data)
         return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
     try:
-        tree = msgpack.unpackb(path.read_bytes(), ext_hook=unpack_array)
-        return dict(tree["1"] if tree.keys() == {"0", "1"} else tree)
+        tree = msgpack.unpackb(data, ext_hook=unpack_array)
+        if tree.keys() == {"0", "1"}:
+            tree = tree["1"]
+        if tree.keys() == {"0", "1", "2"}:  # PPO: network, actor, critic
+            return {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
+        if tree.keys() == {"model_weights", "args"}:  # C51
+            v_min, v_max, n_atoms = (tree["args"][name] for name in ("v_min", "v_max", "n_atoms"))
+            return tree["model_weights"] | {"atoms": np.linspace(v_min, v_max, min(n_atoms, 10**6), dtype=np.float32)}
+        return dict(tree)
     except Exception as error:  # msgpack and NumPy raise many kinds
         raise ValueError(f"it is neither a PyTorch nor a flax model, or damaged ({one_line(error)})") from error
 
@@ -107,12 +190,12 @@ def write_flax(path: Path, params: Params) -> None:
 
 
 def as_float32(key: str, value: Any) -> np.ndarray:
-    """Copy a NumPy array or PyTorch tensor of finite floating-point numbers to a float32 array."""
+    """Copy an array of finite floating-point numbers to a float32 array."""
     dtype = str(getattr(value, "dtype", type(value).__name__))
     if "float" not in dtype:
         raise ValueError(f"{key!r:.60} is {dtype}, not floating-point numbers")
     with np.errstate(over="ignore"):
-        array = np.array(value.detach().float().numpy() if hasattr(value, "detach") else value, np.float32, order="C")
+        array = np.array(value, np.float32, order="C")
     if not np.isfinite(array).all():
         raise ValueError(f"{key!r:.60} holds NaN or infinite values")
     return array
@@ -125,34 +208,40 @@ def as_float32(key: str, value: Any) -> np.ndarray:
 # Kernels of convolutions are OIHW in PyTorch and HWIO in flax; those of dense layers are (out, in) and (in, out). The
 # first dense layer reads a flattened image: its inputs are ordered CHW in PyTorch and HWC in flax.
 
-TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)"
-FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+)"
+TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(actor)"
+FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+|(actor))"
 
 
 def flax_to_torch(params: Params) -> Weights:
     """Convert flax parameters to weights in PyTorch's layout; ValueError if a layer belongs to another network."""
-    weights, channels, place = {}, 0, 0
-    for (sequence, block, conv), kernel, bias in layers(flatten(params), FLAX_LAYER, "/", "kernel"):
+    arrays, channels, place = flatten(params), 0, 0
+    weights = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
+    for (sequence, block, conv, actor), kernel, bias in layers(arrays, FLAX_LAYER, "/", "kernel"):
         if sequence:
-            name, place = f"{sequence}.res_block{block}.conv{conv}" if block else f"{sequence}.conv", int(sequence) + 2
+            name = f"network.{sequence}." + (f"res_block{block}.conv{conv}" if block else "conv")
+            place = int(sequence) + 2
+        elif actor:
+            name = actor
         else:
             place += kernel.ndim == 2 and channels > 0  # a Flatten
-            name, place = f"{place}", place + 2
+            name, place = f"network.{place}", place + 2
         if kernel.ndim == 2 and channels:
             side = math.isqrt(len(kernel) // channels)
             kernel = kernel.reshape(side, side, channels, kernel.shape[1]).transpose(2, 0, 1, 3).reshape(kernel.shape)
         channels = kernel.shape[3] if kernel.ndim == 4 else 0
         weight = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
-        weights |= {f"network.{name}.weight": np.ascontiguousarray(weight), f"network.{name}.bias": bias}
+        weights |= {f"{name}.weight": np.ascontiguousarray(weight), f"{name}.bias": bias}
     return weights
 
 
 def torch_to_flax(weights: Mapping[str, np.ndarray]) -> Params:
     """Convert weights in PyTorch's layout to flax parameters: the inverse of :func:`flax_to_torch`."""
     params, channels, count = {}, 0, {"Conv": 0, "Dense": 0}
-    for (sequence, block, conv), weight, bias in layers(weights, TORCH_LAYER, ".", "weight"):
+    for (sequence, block, conv, actor), weight, bias in layers(weights, TORCH_LAYER, ".", "weight"):
         if sequence:
             name = f"ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
+        elif actor:
+            name = actor
         else:
             kind = "Conv" if weight.ndim == 4 else "Dense"
             name = f"{kind}_{count[kind]}"
@@ -190,30 +279,38 @@ def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def convert(source: tyro.conf.Positional[Path], target: tyro.conf.Positional[Path]) -> str:
-    """Convert a model to the other format, and return its name: flax for a PyTorch file, torch for a flax file.
+def convert(
+    source: tyro.conf.Positional[Path],
+    target: tyro.conf.Positional[Path],
+    format: Literal["torch", "flax"] | None = None,
+) -> str:
+    """Write a model as a file of CleanRL's layers, and return its format.
+
+    The last layer of a policy is named actor, and a file of it is read like its source.
 
     Args:
-        source: the .cleanrl_model file to read
+        source: the model to read, of any format
         target: the file to write
+        format: the format to write; by default flax for a PyTorch file and torch for a flax file
     """
-    require_packages("converting a model", "torch")
-    import torch
-
     with open_model(source) as weights:
+        if "atoms" in weights:
+            raise ValueError("C51 has return distributions, and a DQN's file has Q-values; both scripts read C51's own")
         params = torch_to_flax(weights)
     if target.exists():
         raise UserError(f"{target} exists; give another file or remove it")
-    try:
+    format = format or ("flax" if source.read_bytes().startswith(ZIP) else "torch")
+    with user_errors(f"{target} cannot be written", "give another file", OSError):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if is_torch_file(source):
+        if format == "flax":
             write_flax(target, params)
-            return "flax"
-        with atomic_write(target) as file:
-            torch.save({key: torch.from_numpy(value) for key, value in weights.items()}, file)
-        return "torch"
-    except OSError as error:
-        raise UserError(f"{target} cannot be written ({error.strerror or error}); give another file") from error
+        else:
+            require_packages("writing the torch format", "torch")
+            import torch
+
+            with atomic_write(target) as file:
+                torch.save({key: torch.from_numpy(value) for key, value in weights.items()}, file)
+    return format
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
-from cleanrl_utils.errors import UserError, one_line
+from cleanrl_utils.errors import user_errors
 
 PROGRESS_SECONDS = 5.0
 
@@ -38,7 +38,8 @@ def video_dir(run_dir: Path) -> Path:
 
 def make_run_dir(args: Any) -> Path:
     """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
-    try:
+    what = f"a run directory can't be made in {Path('runs').absolute()}"
+    with user_errors(what, "start from a folder that you may write to", OSError):
         Path("runs").mkdir(exist_ok=True)
         for started in itertools.count(int(time.time())):  # the next free second, if the name is taken
             run_dir = Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{started}"
@@ -46,16 +47,13 @@ def make_run_dir(args: Any) -> Path:
                 run_dir.mkdir()
                 print(f"run directory: {run_dir}", flush=True)
                 return run_dir
-    except OSError as error:
-        reason = f"a run directory can't be made in {Path('runs').absolute()} ({error.strerror or error})"
-        raise UserError(f"{reason}; start from a folder that you may write to") from error
 
 
 class Writer:
     """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
 
     def __init__(self, run_dir: Path, track: bool = False):
-        self.run_dir, self.track, self._last_step = run_dir, track, 0
+        self.run_dir, self.track, self._last_step, self.online_updates = run_dir, track, 0, 0
         # Accessed as an attribute of its module, where W&B replaces it to follow the files.
         self._writer = event_file_writer.EventFileWriter(str(run_dir))
         self.file = Path(self._writer._file_name)
@@ -65,11 +63,11 @@ class Writer:
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
 
     def add_flags(self, args: Any) -> None:
-        """Log the flags as a Markdown table (tab TEXT, as CleanRL does), with the command, and as hyperparameters."""
-        flags, command = vars(args).items(), shlex.join(["python", *sys.argv])
-        rows = "\n".join(f"|{key}|{value}|" for key, value in [*flags, ("command", command)])
+        """Log the flags as a Markdown table (tab TEXT, as CleanRL does), with the command, and in the tab HPARAMS."""
+        flags = vars(args) | {"command": shlex.join(["python", *sys.argv])}
+        rows = "\n".join(f"|{key}|{value}|" for key, value in flags.items())
         self._add(text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"), 0)
-        values = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in flags}
+        values = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in flags.items()}
         self._add(hparams_pb(values, trial_id=self.run_dir.name), 0)
 
     def _add(self, summary: Summary, step: int) -> None:
@@ -96,9 +94,9 @@ class Writer:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._last_step + 1, session_log=start))
 
-    def progress_bar(self, phase: str, steps: range, unit: str = "step") -> "ProgressBar":
+    def progress_bar(self, phase: str, steps: range) -> "ProgressBar":
         """Return an iterable over the ``steps`` that are left of a phase, with a progress bar."""
-        return ProgressBar(self.run_dir, phase, steps, unit)
+        return ProgressBar(self.run_dir, phase, steps, self.online_updates)
 
     def close(self) -> None:
         """Write all points and close the file; with `--track` also the W&B run, which gets the videos."""
@@ -124,17 +122,13 @@ def start_logging(args: Any, run_dir: Path) -> Writer:
             id_file.write_text(secrets.token_hex(4))
         run = {"name": run_dir.name, "id": id_file.read_text().strip(), "resume": "allow", "config": vars(args)}
         run |= {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        try:
+        with user_errors("W&B can't start", "run `wandb login`, or set WANDB_MODE=offline", wandb.errors.Error):
             wandb.init(sync_tensorboard=True, save_code=True, **run)
-        except wandb.errors.Error as error:
-            remedy = "run `wandb login`, or set WANDB_MODE=offline"
-            raise UserError(f"W&B can't start ({one_line(error)}); {remedy}") from error
     # The thread of the event file's writer prints a traceback of an error that the next call raises as well.
     threading.excepthook = lambda failed: None if failed.exc_type is OSError else threading.__excepthook__(failed)
-    try:
+    with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
         writer = Writer(run_dir, args.track)
-    except OSError as error:
-        raise UserError(f"{run_dir} can't be written ({error.strerror or error}); make room or allow it") from error
+    writer.online_updates = max(args.total_timesteps - args.learning_starts, 0) // args.train_frequency
     if args.resume is None:
         writer.add_flags(args)
     return writer
@@ -143,33 +137,33 @@ def start_logging(args: Any, run_dir: Path) -> Writer:
 class ProgressBar:
     """The ``steps`` that are left of a phase, with a bar on stderr and ``progress.json`` for other programs."""
 
-    def __init__(self, run_dir: Path, phase: str, steps: range, unit: str):
-        self.run_dir, self.phase, self.steps, self.written = run_dir, phase, steps, 0.0
+    def __init__(self, run_dir: Path, phase: str, steps: range, online_updates: int = 0):
+        self.run_dir, self.phase, self.steps = run_dir, phase, steps
+        self.updates_left = len(steps) + online_updates if phase == "offline" else 0
         self.episodic_return: float | None = None
         interval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
-        count = {"total": steps.stop, "initial": steps.start, "unit": unit}
-        self.bar = tqdm(desc=phase, smoothing=0.05, mininterval=interval, **count)
+        self.bar = tqdm(None, phase, steps.stop, initial=steps.start, unit="step", smoothing=0.05, mininterval=interval)
 
     def __iter__(self) -> Iterator[int]:
-        for step in self.steps:
+        written, total = 0.0, self.steps.stop
+        for count, step in enumerate(self.steps):
+            if count == 10:  # JAX compiles in the first update
+                start = time.monotonic()
+            if count == 30 and self.updates_left:
+                minutes = (time.monotonic() - start) / 20 * self.updates_left / 60
+                tqdm.write(f"{self.updates_left:,} updates will take about {minutes:.0f} minutes on this machine")
             yield step
-            self.bar.update(min(self.steps.step, self.steps.stop - step))
-            if time.monotonic() - self.written > PROGRESS_SECONDS:
-                self._write()
-        self._write()
+            self.bar.update(min(self.steps.step, total - step))
+            if self.bar.n == total or time.monotonic() - written > PROGRESS_SECONDS:
+                fields = {"phase": self.phase, "done": self.bar.n, "total": total, "return": self.episodic_return}
+                write_progress(self.run_dir, fields | {"finished": False})
+                written = time.monotonic()
         self.bar.close()
 
     def show_return(self, episodic_return: float) -> None:
         """Show ``episodic_return`` behind the bar."""
         self.episodic_return = float(episodic_return)
         self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
-
-    def _write(self) -> None:
-        done, rate = self.bar.n, self.bar.format_dict["rate"]
-        fields = {"phase": self.phase, "done": done, "total": self.steps.stop, "return": self.episodic_return}
-        seconds_left = (self.steps.stop - done) / rate if rate else None
-        write_progress(self.run_dir, fields | {"seconds_left": seconds_left, "finished": False})
-        self.written = time.monotonic()
 
 
 def write_progress(run_dir: Path, fields: dict[str, Any]) -> None:

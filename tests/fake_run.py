@@ -46,7 +46,7 @@ def write(path: Path, content: dict) -> None:
 
 
 def report(finished: bool) -> None:
-    progress = {"phase": "online", "done": done, "total": args.steps, "return": 12.34, "seconds_left": 90.0}
+    progress = {"phase": "online", "done": done, "total": args.steps, "return": 12.34}
     write(run_dir / "progress.json", progress | {"finished": finished})
 
 

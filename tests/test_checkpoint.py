@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shlex
 import signal
 import subprocess
@@ -781,7 +782,7 @@ def test_torture(tmp_path: Path) -> None:
         timeout=300,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "5 kills" in result.stdout
+    assert re.search("[45] kills", result.stdout), result.stdout  # the last may come after the end of the run
 
 
 def newest_number(folder: Path) -> int:

@@ -47,7 +47,7 @@ from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import read_weights
+from cleanrl_utils.models import read_weights, torch_to_flax, write_flax
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
@@ -104,7 +104,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         flags += f"--teacher_policy_hf_repo {teacher} --teacher-model-exp-name {DQN} --capture-video"
     else:
         flags += f"--teacher_policy_hf_repo {folder}"
-        params = qdagger_jax.load_teacher(str(teacher), DQN, NUM_ACTIONS, jnp.float32)[1]
+        params = qdagger_jax.load_teacher(str(teacher), DQN, NUM_ACTIONS, 1.0, jnp.float32)[1]
         qdagger_jax.save_model(params, folder / f"{DQN_JAX}.cleanrl_model")
         environ["PYTHONPATH"] = f"{without_torch(folder / 'no')}{os.pathsep}{REPO}"
     command = [sys.executable, "-c", SHORT_EPISODES, "80" if script == STUDENT else "-1"]
@@ -174,12 +174,14 @@ def test_summary(full_run: FinishedRun) -> None:
     offline = dict(scalars["charts/offline/avg_episodic_return"])
     assert means == {
         "teacher": pytest.approx(scalars["charts/teacher/avg_episodic_return"][0][1], abs=0.06),
-        "random": pytest.approx(scalars["charts/random/avg_episodic_return"][0][1], abs=0.06),
-        "offline 60": pytest.approx(offline[60], abs=0.06),
-        "offline 100": pytest.approx(offline[100], abs=0.06),
-        "online": pytest.approx(np.mean([value for _, value in scalars["eval/episodic_return"]]), abs=0.06),
+        "random policy": pytest.approx(scalars["charts/random/avg_episodic_return"][0][1], abs=0.06),
+        "after 60 offline updates": pytest.approx(offline[60], abs=0.06),
+        "after 100 offline updates": pytest.approx(offline[100], abs=0.06),
+        f"after {FULL_STEPS:,} online steps": pytest.approx(scalars["eval/episodic_return"][0][1], abs=0.06),
     }
-    assert str(full_run.run_dir.relative_to(full_run.folder)) in full_run.stdout
+    assert re.search(r"^  λ, the weight of the teacher: from 2 to [012]\.\d\d$", summary, re.MULTILINE)
+    models = re.findall(r"--(?:hf-repository|teacher-policy-hf-repo) (\S+) .*--repeat-action-probability 0.25", summary)
+    assert [full_run.folder / model for model in models] == [full_run.run_dir / f"{full_run.script}.cleanrl_model"] * 2
 
 
 def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +192,7 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
     others = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
     assert others == {*names, "progress.json", "wandb_id"}
     assert json.loads((run_dir / "progress.json").read_text())["finished"]
-    weights = [read_weights(run_dir / name) for name in names]
+    weights = [read_weights(run_dir / name, NUM_ACTIONS) for name in names]
     assert all(w.keys() == qdagger.QNetwork(NUM_ACTIONS).state_dict().keys() for w in weights)
     for before, after in itertools.pairwise(weights):
         assert not np.array_equal(before["network.0.conv.weight"], after["network.0.conv.weight"])
@@ -264,14 +266,25 @@ def test_student_is_the_teacher(
 
 @pytest.mark.parametrize("script", [qdagger, qdagger_jax])
 def test_pretraining_alone(
-    script: Any, teacher: Path, run: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``--total-timesteps 0`` ends after the offline phase; a teacher as good as the random policy gets a warning."""
+    script: Any, teacher: Path, run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """``--total-timesteps 0`` ends after the offline phase; a teacher as good as the random policy gets a warning.
+
+    The teacher is a policy of 18 actions in a game of four, and samples wherever it acts.
+    """
+    weights = read_weights(teacher / f"{DQN}.cleanrl_model", 18).items()
+    write_flax(path := tmp_path / "policy", torch_to_flax({key.replace("network.9", "actor"): x for key, x in weights}))
+    evaluations, temperatures, choose = [], [], script.epsilon_greedy
+    monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
     reports, write_progress = [], tracking.write_progress
-    monkeypatch.setattr(script, "play_episodes", lambda *args: [7.0, 8.0])
+    monkeypatch.setattr(script, "play_episodes", lambda *args: evaluations.append((args[0], args[-1])) or [7.0, 8.0])
     monkeypatch.setattr(tracking, "PROGRESS_SECONDS", -1.0)
     monkeypatch.setattr(tracking, "write_progress", lambda *args: reports.append(args[1]) or write_progress(*args))
-    run_dir = run(script, twin(tiny(teacher, total_timesteps=0, save_model=True), script))
+    args = tiny(path, total_timesteps=0, save_model=True, env_id="BreakoutNoFrameskip-v4", full_action_space=True)
+    run_dir = run(script, twin(args, script))
+    assert evaluations == [("teacher", 0.1), ("random", 0.0), ("offline 4", 0.0)]
+    assert temperatures == [0.1] * 30
     scalars = read_scalars(run_dir)
     assert not scalars.keys() & ONLINE_TAGS
     assert scalars["eval/episodic_return"] == [(0, 7.0), (1, 8.0)]
@@ -279,7 +292,7 @@ def test_pretraining_alone(
     assert models[0].read_bytes() == models[1].read_bytes()
     output = capsys.readouterr().out
     assert "WARNING: the teacher (7.5) is no better than the random policy (7.5)" in output
-    assert re.search(r"^  offline 4 +7.5 ± +0.5", output, re.MULTILINE)
+    assert re.search(r"^  after 4 offline updates +7.5 ± +0.5", output, re.MULTILINE)
     done = [(report["phase"], report["done"], report["total"]) for report in reports]
     expected = [("teacher data", step, 60) for step in range(2, 61, 2)] + [("offline", i, 4) for i in range(1, 5)]
     assert sorted(set(done), key=done.index) == expected
@@ -337,8 +350,8 @@ def test_dqn_makes_a_teacher(
     tags = {"charts/epsilon", "charts/SPS", "losses/td_loss", "losses/q_values"}
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
     assert scalars["eval/episodic_return"][0][0] == 0
-    saved = read_weights(run_dir / f"{script.__name__}.cleanrl_model")
-    loaded = qdagger.load_teacher(str(run_dir), script.__name__, NUM_ACTIONS).state_dict()
+    saved = read_weights(run_dir / f"{script.__name__}.cleanrl_model", NUM_ACTIONS)
+    loaded = qdagger.load_teacher(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
     assert saved.keys() == loaded.keys()
     assert all(np.array_equal(saved[key], loaded[key]) for key in saved)
 

@@ -71,7 +71,7 @@ def test_jax_without_the_named_device() -> None:
     code = "from cleanrl_utils.device import *\ntry: pick_jax_device(True)\nexcept UserError as error: print(error)"
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert re.fullmatch(r"JAX can't start .*JAX_PLATFORMS=cpu.*\n", run.stdout), run.stderr
+    assert re.fullmatch(r"JAX can't start: .*JAX_PLATFORMS=cpu.*\n", run.stdout), run.stderr
 
 
 def write_group(directory: Path, limit: str, usage: int, names: str = "max current") -> None:
@@ -181,7 +181,7 @@ def test_cores_within_omp_num_threads(omp: str, least: int, monkeypatch: pytest.
 
 def test_closed_stderr_is_no_error() -> None:
     code = "from cleanrl_utils import errors, tracking\nfrom pathlib import Path\nwith errors.one_line_errors():\n"
-    code += " list(tracking.ProgressBar(Path(), 'x', range(2), 'step')); raise errors.UserError('no')"
+    code += " list(tracking.ProgressBar(Path(), 'x', range(2))); raise errors.UserError('no')"
     command = f'cd $(mktemp -d) && exec {sys.executable} -c "$0" 2>&-'
     result = subprocess.run(["sh", "-c", command, code], env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert result.returncode == 2

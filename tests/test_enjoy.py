@@ -10,7 +10,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 
-from cleanrl_utils import enjoy
+from cleanrl_utils import enjoy, evaluation
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import convert
 
@@ -55,37 +55,38 @@ def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixtu
         np.testing.assert_array_equal(play(repository, **flags), expected)
     assert (play(directory, seed=6) != expected).any()
     a, b = sorted(expected)
-    mean, quartiles = (a + b) / 2, ", ".join(f"{x:g}" for x in (0.75 * a + 0.25 * b, (a + b) / 2, 0.25 * a + 0.75 * b))
-    line = (
-        f"{GAME}: mean return {mean:.2f} ± {(b - a) / 2:.2f} (standard error {(b - a) / 2:.2f}, quartiles {quartiles})"
-    )
-    assert f"{line} over 2 episodes at epsilon 0.5\n" in capsys.readouterr().out
+    line = f"enjoy: return {(a + b) / 2:.1f} ± {(b - a) / 2:.1f} over 2 episodes\n"
+    line += f"standard error {(b - a) / 2:.2f}, quartiles [{0.75 * a + 0.25 * b}, {(a + b) / 2}, "
+    assert line in capsys.readouterr().out
 
 
 def test_one_episode_and_its_video(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """One episode has no standard error."""
+    """A model of 18 actions plays a game of four; here it samples in both."""
+    temperatures, choose, load = set(), evaluation.epsilon_greedy, enjoy.load_q_function
+    monkeypatch.setattr(evaluation, "epsilon_greedy", lambda *args: temperatures.add(args[3]) or choose(*args))
+    monkeypatch.setattr(enjoy, "load_q_function", lambda args: (load(args)[0], 0.3))
     monkeypatch.chdir(tmp_path)
-    (episodic_return,) = play(directory, eval_episodes=1, capture_video=True)
-    number = f"{episodic_return:g}"
-    line = f"± 0.00 (quartiles {number}, {number}, {number}) over 1 episode at epsilon 0.5"
-    assert line in capsys.readouterr().out
+    flags = {"env_id": "BreakoutNoFrameskip-v4", "full_action_space": True, "capture_video": True}
+    (episodic_return,) = play(directory, eval_episodes=1, **flags)
+    assert f"return {episodic_return:.1f} ± 0.0" in capsys.readouterr().out
     (video,) = Path("videos").rglob("*.mp4")
     assert video.read_bytes()[4:8] == b"ftyp"
+    assert temperatures == {0.3}
 
 
 def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CleanRL's flags name the repository."""
     asked = []
-    monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(vars(args[3])) or np.zeros(3))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args: asked.append(args) or 1 / 0)
+    monkeypatch.setattr(enjoy, "play_episodes", lambda *args, **rest: asked.append(vars(args[3]) | rest) or np.zeros(3))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **_: asked.append(args) or 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
     with pytest.raises(UserError, match="repository 'lab/ALE-Alien-v5-c51_atari-seed2': division by zero"):
         play("", **flags)
     play(directory, repeat_action_probability=0.1)
-    assert asked[0] == ("lab/ALE-Alien-v5-c51_atari-seed2", "c51_atari.cleanrl_model")
-    expected = {"env_id": GAME, "end_e": 0.5, "seed": 5, "repeat_action_probability": 0.1, "capture_video": False}
+    assert asked[0] == ("lab/ALE-Alien-v5-c51_atari-seed2",)
+    expected = {"env_id": GAME, "end_e": 0.5, "seed": 5, "repeat_action_probability": 0.1, "temperature": 0.0}
     assert expected.items() <= asked[1].items()
 
 
@@ -115,10 +116,13 @@ def test_script_of_a_model(name: str, script: str, tmp_path: Path, monkeypatch: 
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
         ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
         ({"env_id": "AliennNoFrameskip-v4"}, "Did you mean: `Alien`?"),
-        ({"env_id": "PongNoFrameskip-v4"}, "the shape in current model is torch.Size([6, 512])"),
-        ({"exp_name": "c51"}, "the directory has ['dqn_atari.cleanrl_model', 'dqn_atari_jax.cleanrl_model']; "),
-        ({"script": Path("nowhere.py")}, "nowhere.py cannot be imported ("),
-        ({"script": ROOT / "README.md"}, "README.md cannot be imported ("),
+        (
+            {"env_id": "PongNoFrameskip-v4"},
+            "it has 18 outputs and the game has 6 actions; --full-action-space plays with all 18",
+        ),
+        ({"exp_name": "c51"}, "it has dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model: name one"),
+        ({"script": Path("nowhere.py")}, "nowhere.py cannot be imported:"),
+        ({"script": ROOT / "README.md"}, "README.md cannot be imported:"),
         ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "has no function load_model"),
         ({"repeat_action_probability": 1.0}, "--repeat-action-probability is 1.0"),
     ],
@@ -134,7 +138,7 @@ def test_video_without_its_packages(directory: Path, monkeypatch: pytest.MonkeyP
     """The error comes before the first episode."""
     monkeypatch.setattr(enjoy, "play_episodes", lambda *_, **__: pytest.fail("an episode was played"))
     monkeypatch.setitem(sys.modules, "imageio", None)
-    with pytest.raises(UserError, match=r"--capture-video needs the package imageio .*pip install"):
+    with pytest.raises(UserError, match=r"--capture-video needs the package imageio: .*pip install"):
         play(directory, capture_video=True)
 
 
@@ -149,7 +153,7 @@ def test_jax_model_plays_without_torch(directory: Path, tmp_path: Path) -> None:
         for name in ("dqn_atari_jax", "dqn_atari")
     )
     assert jax.returncode == 0, jax.stderr
-    assert "KlaxNoFrameskip-v4: mean return " in jax.stdout
+    assert "enjoy: return " in jax.stdout
     assert torch.returncode == 2
     assert len(torch.stderr.splitlines()) == 1
-    assert "dqn_atari.py cannot be imported (No module named torch)" in torch.stderr
+    assert "dqn_atari.py cannot be imported: No module named torch;" in torch.stderr

@@ -17,24 +17,25 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import yaml
 from huggingface_hub import constants
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.hub import check_upload_possible, download_errors, upload_model
+from cleanrl_utils.hub import check_upload_possible, upload_model
 
 MODEL = b"the model's bytes" * 100
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_a_token_of_alice"
 
-# Status and headers of the answer to a request for a repository's file.
+# Status and headers of the answer to a request for a repository's model.
 DOWNLOADS = {
     "lab/good": (200, {}),
     "lab/cut": (200, {"Content-Length": 2 * len(MODEL)}),  # the connection breaks halfway
     "lab/missing": (404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}),
     "lab/secret": (401, {"X-Error-Message": "Invalid username or password."}),
     "lab/gated": (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to lab/gated is \x1b[31mrestricted"}),
-    "lab/otherfile": (404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}),
     "lab/down": (500, {}),
 }
 
@@ -71,11 +72,15 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self):
-        match = re.fullmatch(r"/(\w+/[\w-]+)/resolve/main/(.+)", urlsplit(self.path).path)
-        repo, file = match.groups() if match else ("", "")
+        match = re.fullmatch(r"(?:/api/models)?/(\w+/[\w-]+)/(\w+)/\w+(?:/(.+))?", urlsplit(self.path).path)
+        repo, part, file = match.groups() if match else ("", "", "")
         status, headers = DOWNLOADS.get(repo, (200, {}) if repo in self.server.files else (404, {}))
-        tag = f'"{len(self.server.commits)}-{repo.replace("/", "-")}-{file}"'
-        body = self.server.files.get(repo, {}).get(file, MODEL)
+        if part != "resolve" and repo in ("lab/gated", "lab/cut"):
+            status, headers = 200, {}  # all may list the files
+        tag = f'"{len(self.server.commits)}-{repo.replace("/", "-")}-{(file or "").replace("/", "-")}"'
+        files = self.server.files.get(repo, {"dqn_atari.cleanrl_model": MODEL})
+        tree = [{"type": "file", "oid": "0", "path": path, "size": len(data)} for path, data in files.items()]
+        body = {"revision": {"id": repo, "sha": COMMIT}, "tree": tree}.get(part, files.get(file, b""))
         self.answer(status, body if status == 200 else b"", {"X-Repo-Commit": COMMIT, "ETag": tag} | headers)
 
     do_HEAD = do_GET
@@ -138,21 +143,20 @@ def hub(tmp_path, monkeypatch):
 # ==================== downloads ====================
 
 
-def find(repo):
-    """Return the text of a model's file, as load_teacher finds it."""
-    with download_errors(repo, "dqn_atari.cleanrl_model"):
-        directory, name = Path(repo).expanduser(), "dqn_atari.cleanrl_model"
-        path = directory / name if directory.is_dir() else Path(huggingface_hub.hf_hub_download(repo, name))
-    return path.read_text()
+def find(repo, script=qdagger, exp_name="dqn_atari"):
+    """Return the text of the file that `load_teacher` finds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "load_model", lambda path, *_: path.read_text())
+        return script.load_teacher(repo, exp_name, 6, 0.1, *([None] if script is qdagger_jax else []))
 
 
 def check_error(repo, reason=""):
     with pytest.raises(UserError) as caught:
         find(repo)
     line = str(caught.value)
-    assert line.startswith(f"cannot load 'dqn_atari.cleanrl_model' from the directory or hub repository {repo!r}: ")
+    assert line.startswith(f"cannot load a model from the file, directory or hub repository {repo!r}: ")
     assert reason in line
-    assert line.endswith("`hf auth login`, train a teacher (dqn_atari.py --save-model) or use one from teachers/")
+    assert "or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1" in line
     assert line.isprintable()
 
 
@@ -162,7 +166,6 @@ def test_downloads(hub, monkeypatch):
     check_error("lab/missing", "404")
     check_error("lab/secret", "Invalid username or password.")
     check_error("lab/gated", "Access to lab/gated is")
-    check_error("lab/otherfile", "Entry Not Found")
     check_error("lab/down", "500 Internal Server Error")
     check_error("lab/cut")
     check_error("no/such/directory", "Repo id must be in the form")
@@ -177,6 +180,19 @@ def test_downloads(hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find("lab/good") == MODEL.decode()
     check_error("lab/other", "offline mode is enabled")
+
+
+def test_repository_of_another_library(hub, monkeypatch):
+    """Nobody names the file in a repository as rl-baselines3-zoo uploads it, online and later offline."""
+    name = "dqn-BreakoutNoFrameskip-v4"
+    files = [f"{name}.zip", f"{name}/policy.pth", f"{name}/data", "train_eval_metrics.zip", "args.yml", "replay.mp4"]
+    hub.files |= {f"sb3/{name}": {file: file.encode() for file in files}, "lab/two": {"b.zip": b"", "a.zip": b""}}
+    for script, exp_name in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax")):
+        assert find(f"sb3/{name}", script, exp_name) == f"{name}.zip"
+    check_error("lab/two", "it has a.zip, b.zip: name one with --teacher-model-exp-name; ")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find(f"sb3/{name}") == f"{name}.zip"
+    assert not list(Path("cache").rglob("policy.pth")), "files that are not needed were downloaded"
 
 
 @pytest.mark.parametrize("setting", ["ALL_PROXY=socks5://127.0.0.1:9", "ALL_PROXY=socks://a:9", "SSL_CERT_FILE=/none"])
@@ -201,6 +217,7 @@ class Args:
     hf_entity: str = ""
     upload_model: bool = True
     capture_video: bool = False
+    full_action_space: bool = False
     cuda: bool = True
     learning_rate: float = 1e-4
     end_e: float = 0.01
@@ -238,7 +255,7 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     (RUN_DIR / "events.out.tfevents.2").symlink_to(Path(__file__))
     (RUN_DIR / "README.md").symlink_to("/dev/full")
     repo = f"{owner}/ALE-Pong-v5-test_hub-seed3"
-    out, err = upload(hf_entity=entity, cuda=False, capture_video=True, learning_rate=0.5)
+    out, err = upload(hf_entity=entity, cuda=False, full_action_space=True, capture_video=True, learning_rate=0.5)
     assert (out, err) == (f"model uploaded to {hub.url}/{repo}\n", "")
     [(committed_to, files)] = hub.commits
     assert committed_to == repo
@@ -251,12 +268,12 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     assert {"ALE/Pong-v5", "reinforcement-learning"} <= set(metadata["tags"])
     assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == "19.00 +/- 1.00"
     assert "Mean return 19.00 +/- 1.00 over 2 episodes at epsilon 0.01" in text
-    assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub --env-id ALE/Pong-v5\n" in text
+    game = "--env-id ALE/Pong-v5 --full-action-space"
+    assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game}\n" in text
     teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
-    assert f"\n{teach} --teacher-model-exp-name test_hub --env-id ALE/Pong-v5\n" in text
-    flags = f"{' --hf_entity lab' if entity else ''} --capture_video --no-cuda --learning_rate 0.5"
+    assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
+    flags = f"{' --hf_entity lab' if entity else ''} --capture_video --full_action_space --no-cuda --learning_rate 0.5"
     assert f"\npython cleanrl/test_hub.py{flags}\n" in text
-    assert "'seed': 3" in text
 
 
 def check_failure(result, reason):

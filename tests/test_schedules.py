@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -127,26 +126,33 @@ def test_linear_schedule(script: Any, start: float, end: float, duration: int, s
     assert script.linear_schedule(start, end, 0.0, step) == end
 
 
-every_epsilon_greedy = pytest.mark.parametrize(
-    ("module", "make"),
-    [(script, jnp.asarray if "jax" in script.__name__ else torch.from_numpy) for script in NETWORKS]
-    + [(evaluation, np.asarray)],
-)
+MAKE = {script: jnp.asarray if "jax" in script.__name__ else torch.from_numpy for script in NETWORKS}
+MAKE[evaluation], SAMPLES = np.asarray, 40_000
 
 
-@every_epsilon_greedy
+@pytest.mark.parametrize("module", MAKE)
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_epsilon_greedy(module: Any, make: Callable, epsilon: float) -> None:
-    """A random action, which may be the best one, has the probability ε for each observation on its own."""
-    samples, rng = 40_000, np.random.default_rng(0)
-    best = rng.integers(0, 5, samples)
-    actions = module.epsilon_greedy(make(np.eye(5, dtype=np.float32)[best]), epsilon, rng)
+def test_epsilon_greedy(module: Any, epsilon: float) -> None:
+    """Each action is a random one with probability ε. The order of the random numbers reproduces older runs."""
+    rng, twin = np.random.default_rng(0), np.random.default_rng(0)
+    best, random = rng.integers(0, 5, SAMPLES), twin.integers(0, 5, (2, SAMPLES))[1]
+    temperature = [] if module.__name__.startswith("dqn") else [0.0]
+    actions = module.epsilon_greedy(MAKE[module](np.eye(5, dtype=np.float32)[best]), epsilon, rng, *temperature)
+    np.testing.assert_array_equal(actions, np.where(twin.random(SAMPLES) < epsilon, random, best))
+    assert rng.random() == twin.random()
     assert actions.dtype == np.int64
-    assert actions.shape == (samples,)
-    # Rows: the best action; columns: the action taken.
-    share = np.bincount(5 * best + actions, minlength=25).reshape(5, 5) / np.bincount(best)[:, None]
-    expected = np.full((5, 5), epsilon / 5) + (1 - epsilon) * np.eye(5)
-    assert np.abs(share - expected).max() <= 5 * np.sqrt(0.25 * 5 / samples) * (epsilon > 0)
+
+
+@pytest.mark.parametrize("module", [qdagger, qdagger_jax, evaluation])
+@pytest.mark.parametrize(("temperature", "epsilon"), [(0.1, 0.0), (1.0, 0.0), (0.1, 0.3)])
+def test_sampling(module: Any, temperature: float, epsilon: float) -> None:
+    """Actions are drawn from softmax(Q / temperature), with random ones on top: χ² at the level of 0.1 %."""
+    q_values = np.array([0.3, 0.1, 0.0, -0.2, 0.25], np.float32)
+    rows, rng = MAKE[module](np.tile(q_values, (SAMPLES, 1))), np.random.default_rng(0)
+    actions = module.epsilon_greedy(rows, epsilon, rng, temperature)
+    policy = np.exp(q_values / temperature) / np.exp(q_values / temperature).sum()
+    expected = SAMPLES * (epsilon / 5 + (1 - epsilon) * policy)
+    assert ((np.bincount(actions, minlength=5) - expected) ** 2 / expected).sum() < 18.5
 
 
 # ==================== when updates are due ====================

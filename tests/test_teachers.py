@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -20,10 +21,10 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-import torch.nn.functional as F
 from flax.traverse_util import flatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_update import impala, nature
 
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import convert, flax_to_torch, open_model, torch_to_flax
@@ -68,50 +69,47 @@ def read(path):
         return weights
 
 
-# ==================== an oracle: both networks in functions and float64 ====================
+def zip_bytes(files, compression=zipfile.ZIP_STORED):
+    """Return a zip archive of files."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
 
 
-def oracle(weights, architecture, observation):
-    """Return the Q-values, float64 (B, A), for weights in PyTorch's layout."""
-
-    def layer(x, name, **options):
-        weight, bias = (torch.from_numpy(weights[f"network.{name}.{part}"]).double() for part in ("weight", "bias"))
-        return F.conv2d(x, weight, bias, **options) if weight.ndim == 4 else F.linear(x, weight, bias)
-
-    x = torch.from_numpy(observation).double() / 255
-    if architecture == "nature":
-        for name, stride in ((0, 4), (2, 2), (4, 1)):
-            x = F.relu(layer(x, name, stride=stride))
-        return layer(F.relu(layer(x.flatten(1), 7)), 9).numpy()
-    for i in range(3):
-        x = F.max_pool2d(layer(x, f"{i}.conv", padding=1), 3, stride=2, padding=1)
-        for block in (f"{i}.res_block0", f"{i}.res_block1"):
-            hidden = F.relu(layer(F.relu(x), f"{block}.conv0", padding=1))
-            x = x + layer(hidden, f"{block}.conv1", padding=1)
-    return layer(F.relu(layer(F.relu(x.flatten(1)), 5)), 7).numpy()
+SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4)}
+SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
 
 
-def load_q_function(script, path, bf16=False):
-    """Return the Q-function of a file with 6 actions, as the script computes it."""
-    if script is qdagger_jax:
-        network, params = script.load_model(path, 6, jnp.bfloat16 if bf16 else jnp.float32)
-        return lambda observations: np.asarray(jax.jit(network.apply)(params, observations))
-    network = script.load_model(path, 6)
+def sb3_zip(state):
+    """Return a file as stable-baselines3 writes it, with its DQN's names for the layers of a teacher."""
+    policy = {SB3_DQN.get(key[:9], key[:9]) + key[9:]: value for key, value in state.items()}
+    return zip_bytes({"data": b"{}", "policy.pth": torch_bytes(policy), "policy.optimizer.pth": b""})
+
+
+def load_q_function(script, path, temperature=1.0, bf16=False, num_actions=6):
+    """Return the Q-function of a file, as the script computes it, and its temperature."""
+    if hasattr(script, "jax"):
+        network, params, own = script.load_model(path, num_actions, temperature, jnp.bfloat16 if bf16 else jnp.float32)
+        return lambda observations: np.asarray(jax.jit(network.apply)(params, observations)), own
+    network, own = script.load_model(path, num_actions, temperature)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
-    return torch.inference_mode()(autocast(lambda observations: network(torch.from_numpy(observations)).numpy()))
+    return torch.inference_mode()(autocast(lambda observations: network(torch.from_numpy(observations)).numpy())), own
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("architecture", WIDTHS)
-def test_oracle_and_loaded_model_agree(script, architecture, tmp_path):
+def test_q_values_of_a_loaded_model(script, architecture, tmp_path):
     """In bfloat16, hidden layers are rounded to 8 bits and Q-values are not."""
     weights = random_weights(architecture)
     (tmp_path / "model").write_bytes(torch_bytes(weights))
     observations = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
-    expected = oracle(weights, architecture, observations)
+    reference = nature if architecture == "nature" else impala
+    expected = reference({key: value.astype(float) for key, value in weights.items()}, observations)
     assert np.ptp(expected) > 0.05
-    np.testing.assert_allclose(load_q_function(script, tmp_path / "model")(observations), expected, atol=1e-5)
-    q_values = load_q_function(script, tmp_path / "model", bf16=True)(observations)
+    np.testing.assert_allclose(load_q_function(script, tmp_path / "model")[0](observations), expected, atol=1e-5)
+    q_values = load_q_function(script, tmp_path / "model", bf16=True)[0](observations)
     assert q_values.dtype == np.float32
     assert np.abs(q_values - expected).max() > 1e-4, "computed in float32"
     assert (q_values.view(np.uint32) & 0xFFFF).any(), "the last layer is rounded to bfloat16"
@@ -140,7 +138,7 @@ def test_embedded_teachers_are_one():
     weights = []
     for script, name, *dtype in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax", jnp.float32)):
         directory = ROOT / "teachers" / f"PongNoFrameskip-v4-{name}-seed1"
-        assert script.load_teacher(str(directory), name, 6, *dtype)
+        assert script.load_teacher(str(directory), name, 6, 1.0, *dtype)
         weights.append(read(directory / f"{name}.cleanrl_model"))
     assert weights[0].keys() == weights[1].keys()
     assert all(np.array_equal(weights[0][key], weights[1][key]) for key in weights[0])
@@ -165,6 +163,11 @@ def test_convert_command(tmp_path):
     assert all(np.array_equal(back[key], value) for key, value in weights.items())
 
 
+def quantiles(number):
+    """Return the last layer of a QR-DQN."""
+    return {f"quantile_net.quantile_net.0.{part}": np.zeros(number) for part in ("weight", "bias")}
+
+
 def test_convert_refuses(tmp_path):
     model, exists, new = tmp_path / "model", tmp_path / "exists", tmp_path / "exists" / "new"
     exists.write_text("hello")
@@ -172,6 +175,7 @@ def test_convert_refuses(tmp_path):
         (torch_bytes(WEIGHTS), exists, f"{exists} exists"),
         (torch_bytes(WEIGHTS), new, f"{new} cannot be written"),
         (torch_bytes({}), tmp_path / "empty", "it has no weights"),
+        (torch_bytes(quantiles(300)), tmp_path / "empty", "300 outputs are not quantiles of a known number of actions"),
         (msgpack.packb({"params": {}}), tmp_path / "empty", "it has no weights"),
     ):
         model.write_bytes(data)
@@ -186,12 +190,11 @@ def formats(weights):
     float64 = {key: value.astype(np.float64) for key, value in weights.items()}
     return {
         "torch": torch_bytes(weights),
-        "torch, before 1.6": torch_bytes(weights, _use_new_zipfile_serialization=False),
         "flax": flax_bytes(params),
         "flax, [flags, params]": flax.serialization.to_bytes([flags, params]),
         "torch, float64": torch_bytes(float64),
         "flax, float64": flax_bytes(torch_to_flax(float64)),
-    }
+    } | ({"stable-baselines3": sb3_zip(weights)} if "network.9.bias" in weights else {})
 
 
 @pytest.mark.parametrize("architecture", WIDTHS)
@@ -201,11 +204,11 @@ def test_every_format_is_read(architecture, tmp_path):
     student = architecture == "impala"
     for data in formats(weights).values():
         path.write_bytes(data)
-        network = qdagger.load_model(path, 6)
+        network, _ = qdagger.load_model(path, 6, 0.5)
         assert type(network) is (qdagger.QNetwork if student else qdagger.TeacherNetwork)
         assert {value.dtype for value in network.parameters()} == {torch.float32}
         assert all(np.array_equal(value, weights[key]) for key, value in network.state_dict().items())
-        network, variables = qdagger_jax.load_model(path, 6)
+        network, variables, _ = qdagger_jax.load_model(path, 6, 0.5)
         assert type(network) is (qdagger_jax.QNetwork if student else qdagger_jax.TeacherNetwork)
         assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables).items())
 
@@ -214,13 +217,13 @@ def test_every_format_is_read(architecture, tmp_path):
 
 
 class Hostile:
-    """Makes a directory when it is unpickled."""
+    """Calls a function when it is unpickled."""
 
-    def __init__(self, marker):
-        self.marker = marker
+    def __init__(self, *call):
+        self.call = call
 
     def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
+        return self.call[0], self.call[1:]
 
 
 def check_unusable(folder, data, *messages):
@@ -229,7 +232,7 @@ def check_unusable(folder, data, *messages):
     path.write_bytes(data)
     for script, message in zip(SCRIPTS, (messages[0], messages[-1]), strict=True):
         with pytest.raises(UserError) as caught:
-            script.load_model(path, 6)
+            script.load_model(path, 6, 1.0)
         text = str(caught.value)
         assert text.startswith(f"{path} is not a usable model: ")
         assert message in text
@@ -255,29 +258,16 @@ def changed(**arrays):
 # The contents of a state dict, and the message of each script: JAX's has the names of flax.
 TORCH_STATES = {
     "a missing key": (changed(_7_bias=None), f'{MISSING}"network.7.bias"', f"'network.7' {FOREIGN_LAYER}"),
-    "a layer too many": (
-        changed(_11_weight=np.zeros((2, 6)), _11_bias=np.zeros(2)),
-        f'{UNEXPECTED}"network.11.weight"',
-        "not those of TeacherNetwork: [('params/Dense_2/bias', (2,))",
-    ),
+    "a layer too many": (changed(_11_weight=np.eye(6), _11_bias=BIAS), UNEXPECTED, "[('params/Dense_2/bias', (6,))"),
     "control codes": (WEIGHTS | {"evil\x1b[31m\nx.y": BIAS}, f'{UNEXPECTED}"evil\\x1b[31m x.y"', FOREIGN_LAYER),
-    "one channel": (
-        changed(_0_weight=np.zeros((32, 1, 8, 8))),
-        f"{SHAPE}network.0.weight",
-        "[('params/Conv_0/kernel', (8, 8, 1, 32)), ",
-    ),
-    "a bias of no dimension": (
-        changed(_9_bias=np.array(0.5)),
-        f"{SHAPE}network.9.bias",
-        "[('params/Dense_1/bias', ()), ",
-    ),
-    "another environment": (random_weights("nature", 4), "torch.Size([4, 512])", "('params/Dense_1/bias', (4,))"),
-    "another student": (random_weights("impala", 18), "torch.Size([18, 256])", "('params/Dense_1/bias', (18,))"),
-    "integers": (changed(_9_bias=np.zeros(6, np.int32)), "'network.9.bias' is torch.int32, not floating-point numbers"),
+    "one channel": (changed(_0_weight=np.zeros((32, 1, 8, 8))), f"{SHAPE}network.0.weight", "(8, 8, 1, 32)"),
+    "a bias of no dimension": (changed(_7_bias=np.array(0.5)), f"{SHAPE}network.7.bias", "/Dense_0/bias', ()), "),
+    "another student": (random_weights("impala", 18), "game has 6 actions; --full-action-space plays with all 18; "),
+    "integers": (changed(_9_bias=np.zeros(6, np.int32)), "'network.9.bias' is int32, not floating-point numbers"),
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values"),
     "too large for float32": (changed(_9_bias=np.full(6, 1e300)), "'network.9.bias' holds NaN or infinite values"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
-    "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "Sparse"),
+    "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; only"),
     "a repeated element": (changed(_9_bias=torch.zeros(1).expand(10**12)), "more elements than the file has bytes"),
     "a thousand views": (dict.fromkeys(map(str, range(1000)), torch.zeros(1000)), "more elements than the file has"),
 }
@@ -307,34 +297,56 @@ def ext_array(shape, dtype, data):
     return msgpack.ExtType(1, msgpack.packb((shape, dtype, data)))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"<!DOCTYPE html>\n<p>Not found</p>\n",
-        b"version https://git-lfs.github.com/spec/v1\n",
-        b"\x81\xa1a" * 100_000,
-        msgpack.packb({"a": ext_array((3,), "float32", b"1234")}),
-        msgpack.packb({"a": ext_array((10**9,), "float32", b"1234")}),
-        msgpack.packb({"a": ext_array((1,), "elephant", b"1234")}),
-        msgpack.packb({"a": ext_array((1,), "O", b"12345678")}),
-    ],
-)
-def test_foreign_file(data, tmp_path):
-    check_unusable(tmp_path, data, "it is neither a PyTorch nor a flax model, or damaged (")
+def test_foreign_file(tmp_path):
+    arrays = ((3,), "float32"), ((10**9,), "float32"), ((1,), "elephant"), ((1,), "O")
+    files = [msgpack.packb({"a": ext_array(*array, b"12345678")}) for array in arrays]
+    files += [b"", b"<!DOCTYPE html>\n", b"version https://git-lfs.github.com/spec/v1\n", b"\x81\xa1a" * 100_000]
+    for data in files:
+        check_unusable(tmp_path, data, "it is neither a PyTorch nor a flax model, or damaged (")
+
+
+def test_policies_of_another_network(tmp_path):
+    """A policy of stable-baselines3 that is recurrent, of other layers, for other actions or other observations."""
+    for name in ("lstm_actor.weight_ih_l0", "mlp_extractor.policy_net.0.bias", "log_std", "q_net.q_net.2.bias"):
+        message = f"its policy has {name!r}; needed is a CnnPolicy of default layers, discrete actions; "
+        check_unusable(tmp_path, sb3_zip(WEIGHTS | {"action_net.bias": BIAS, name: BIAS}), message)
+    for state, *messages in (
+        (random_weights("nature", 4), "it has 4 outputs and the game has 6 actions; docs/"),
+        (random_weights("nature", 18), "game has 6 actions; --full-action-space plays with all 18; "),
+        (changed(_0_weight=np.zeros((32, 3, 8, 8))), f"{SHAPE}network.0.weight", "(8, 8, 3, 32)"),
+        (changed(_7_weight=np.zeros((512, 1024))), f"{SHAPE}network.7.weight", "(1024, 512)"),
+        (quantiles(301), "its 301 outputs are not quantiles of 6 actions"),
+        (quantiles(800), "it has 4 outputs and the game has 6 actions"),
+    ):
+        check_unusable(tmp_path, sb3_zip(state), *messages)
 
 
 def test_zip_archives(tmp_path):
-    """Damaged ones, and one whose members are compressed: PyTorch would unpack it whatever its size becomes."""
-    check_unusable(tmp_path, b"PK\x03\x04" + bytes(50), "PytorchStreamReader failed")
-    data, bomb = torch_bytes(SMALL), io.BytesIO()
-    check_unusable(tmp_path, data[:-29] + data[-21:], "")
-    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as compressed:
-        for name in archive.namelist():
-            compressed.writestr(name, archive.read(name))
-        compressed.writestr("archive/zeros", bytes(10**6))
-    assert torch.load(io.BytesIO(bomb.getvalue()), weights_only=True).keys() == SMALL.keys()
-    check_unusable(tmp_path, bomb.getvalue(), "it is a compressed zip archive")
+    """Damaged, nested and hostile ones are refused before anything large is unpacked, whatever size they give."""
+    data, size, foreign = torch_bytes(SMALL), 2 * 10**7, "neither policy.pth nor a state dict"
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    methods = zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA
+    bombs = [zip_bytes({"policy.pth": bytes(size)}, method) for method in methods]
+    lies = [bomb.replace(size.to_bytes(4, "little"), b"\0\1\0\0") for bomb in bombs]
+    deflated = zip_bytes(files | {"archive/zeros": bytes(size)}, zipfile.ZIP_DEFLATED)
+    assert torch.load(io.BytesIO(deflated), weights_only=True).keys() == SMALL.keys()
+    for content, message in (
+        (b"PK\x03\x04" + bytes(50), "File is not a zip file"),
+        (data[:-29] + data[-21:], ""),
+        (zip_bytes({"data": b"{}"}), foreign),
+        (zip_bytes({"policy.pth": sb3_zip(SMALL)}), foreign),
+        (zip_bytes({"policy.pth": data[:-9]}), ""),
+        (lies[0], "Bad CRC-32"),
+        *((bomb, "unpacks to many times its size") for bomb in (*bombs, *lies[1:], deflated)),
+        (zip_bytes({"policy.pth": deflated}), "unpacks to many times its size"),
+        (sb3_zip({"x.weight": Hostile(bytearray, size)}), "bytearray'; only arrays of numbers are read"),
+    ):
+        tracemalloc.start()
+        check_unusable(tmp_path, content, message)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < size / 2, message
 
 
 def test_truncated_file(tmp_path):
@@ -345,10 +357,10 @@ def test_truncated_file(tmp_path):
 
 def test_code_does_not_run(tmp_path):
     marker = tmp_path / "code was run"
-    state = {"network.0.weight": Hostile(marker)}
-    for zipped in (True, False):
-        data = torch_bytes(state, _use_new_zipfile_serialization=zipped)
-        check_unusable(tmp_path, data, ".mkdir', which could run code")
+    state = {"network.0.weight": Hostile(os.mkdir, str(marker))}
+    data = torch_bytes(state)
+    for content in (data, sb3_zip(state)):
+        check_unusable(tmp_path, content, ".mkdir'; only arrays of numbers are read")
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         check_unusable(tmp_path, pickle.dumps(state, protocol), "")
     assert not marker.exists()
@@ -393,23 +405,22 @@ def test_unreadable_path(script, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "no such file", tmp_path, tmp_path / "pipe"):
         with pytest.raises(UserError, match=rf"{path} is not a usable model: there is no such file"):
-            script.load_model(path, 6)
+            script.load_model(path, 6, 1.0)
 
 
-def test_torch_file_without_torch(tmp_path, monkeypatch):
-    (tmp_path / "model").write_bytes(torch_bytes(WEIGHTS))
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(
-        UserError, match=r"a PyTorch file: converting it .*cleanrl_utils\.models.* torch .*: pip install"
-    ):
-        qdagger_jax.load_model(tmp_path / "model", 6)
+def test_torch_files_without_torch(tmp_path, monkeypatch):
+    for data in (torch_bytes(WEIGHTS), sb3_zip(WEIGHTS | {"action_net.bias": BIAS})):
+        (tmp_path / "model").write_bytes(data)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch", None)
+            assert all(np.array_equal(read(tmp_path / "model")[key], value) for key, value in WEIGHTS.items())
 
 
 # ==================== directories and repositories ====================
 
 
-def load_teacher(script, repo):
-    return script.load_teacher(repo, "dqn_atari", 6, *([jnp.float32] if script is qdagger_jax else []))
+def load_teacher(script, repo, exp_name="dqn_atari"):
+    return script.load_teacher(repo, exp_name, 6, 1.0, *([jnp.float32] if script is qdagger_jax else []))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -420,20 +431,37 @@ def test_a_directory_wins_over_a_repository(script, tmp_path, monkeypatch):
     (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(WEIGHTS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(script, "hf_hub_download", lambda repo, name: {"lab/remote": directory}[repo] / name)
-    for repo in (str(directory), "lab/local", "~/lab/local", "lab/remote"):
+    monkeypatch.setattr(script, "snapshot_download", lambda repo, **_: {"lab/remote": directory}[repo])
+    for repo in (str(directory), "lab/local", "~/lab/local", "lab/local/dqn_atari.cleanrl_model", "lab/remote"):
         assert load_teacher(script, repo)
     with pytest.raises(UserError, match=r"cannot load .* hub repository 'lab/other': 'lab/other'; "):
         load_teacher(script, "lab/other")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_directory_without_the_model(script, tmp_path):
-    """The line has the models that are there, or says that there are none."""
-    with pytest.raises(UserError, match=r"the directory has no \.cleanrl_model file; .*dqn_atari\.py --save-model"):
-        load_teacher(script, str(tmp_path))
-    for name in ("b.cleanrl_model", "a.cleanrl_model", "events.out.tfevents.1"):
-        (tmp_path / name).touch()
-    os.mkfifo(tmp_path / "dqn_atari.cleanrl_model")
-    with pytest.raises(UserError, match=r"the directory has \['a\.cleanrl_model', 'b\.cleanrl_model'\]; check"):
-        load_teacher(script, str(tmp_path))
+@pytest.mark.parametrize(
+    ("files", "exp_name", "found"),
+    [
+        ("dqn_atari.cleanrl_model dqn_atari.zip pong.zip", "dqn_atari", "dqn_atari.cleanrl_model"),
+        ("dqn_atari.zip pong.zip", "dqn_atari", "dqn_atari.zip"),
+        ("a.zip other.cleanrl_model pong.zip", "dqn_atari_jax", "pong.zip"),
+        ("dqn_atari.cleanrl_model train_eval_metrics.zip args.yml", "dqn_atari_jax", "dqn_atari.cleanrl_model"),
+        ("a.zip b.zip pong.zip", "b", "b.zip"),
+        ("a.zip", "b", "no file b.cleanrl_model or b.zip; it has a.zip: name one with --teacher-model-exp-name; "),
+        ("b.cleanrl_model a.zip x.txt", "dqn_atari", "it has a.zip, b.cleanrl_model: name one with "),
+        ("train_eval_metrics.zip x.txt", "dqn_atari", "it has no such file; check the name, .*dqn_atari"),
+    ],
+)
+def test_the_model_of_a_directory(files, exp_name, found, tmp_path, monkeypatch):
+    """The default name need not exist; of several models one is named. A pipe is not a model."""
+    directory = tmp_path / "pong"
+    directory.mkdir()
+    os.mkfifo(directory / "dqn_atari_jax.zip")
+    for name in files.split():
+        (directory / name).touch()
+    for script in SCRIPTS:
+        monkeypatch.setattr(script, "load_model", lambda path, *_: path.name)
+        if found in files:
+            assert load_teacher(script, str(directory), exp_name) == found
+        else:
+            with pytest.raises(UserError, match=found):
+                load_teacher(script, str(directory), exp_name)

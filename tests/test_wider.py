@@ -16,13 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
-import torch
 from helpers import only, read_scalars, write_teacher
+from test_teachers import load_q_function
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.checkpoint import parse_args
@@ -115,26 +114,22 @@ def test_enjoy_plays_the_model_with_the_copy(student: Student, tmp_path: Path, m
     assert returns.sum() > 0
     for model in (student.model, student.model.with_stem(f"{student.path.stem}-offline-4")):
         with pytest.raises(UserError, match=re.escape(str(model))) as refused:
-            student.script.load_model(model, NUM_ACTIONS)
+            student.script.load_model(model, NUM_ACTIONS, 1.0)
         assert len(str(refused.value).splitlines()) == 1
 
 
 def q_values_of(copy: ModuleType, path: Path) -> np.ndarray:
     """Compute the Q-values of a model for some observations, float32 (2, 18)."""
     observation = np.random.default_rng(5).integers(0, 256, (2, 4, 84, 84), np.uint8)
-    loaded = copy.load_model(path, NUM_ACTIONS)
-    if isinstance(loaded, torch.nn.Module):
-        with torch.inference_mode():
-            return loaded(torch.from_numpy(observation)).numpy()
-    network, params = loaded
-    return np.asarray(jax.jit(network.apply)(params, observation))
+    q_function, _ = load_q_function(copy, path, num_actions=NUM_ACTIONS)
+    return q_function(observation)
 
 
 def test_conversion_to_the_other_format(student: Student, tmp_path: Path) -> None:
     """The copy reads it as well, and converted back it has the same weights."""
     assert convert(student.model, tmp_path / "other") == ("torch" if student.script is qdagger_jax else "flax")
     convert(tmp_path / "other", tmp_path / "back")
-    expected, back = (read_weights(path) for path in (student.model, tmp_path / "back"))
+    expected, back = (read_weights(path, NUM_ACTIONS) for path in (student.model, tmp_path / "back"))
     assert list(back) == list(expected)
     assert all(np.array_equal(back[key], expected[key]) for key in expected)
     q_values = q_values_of(student.copy, student.model)

@@ -1,0 +1,79 @@
+"""Train a teacher with stable-baselines3's PPO and the Atari hyperparameters of rl-baselines3-zoo.
+
+    python benchmark/ppo_teacher.py --env-id BreakoutNoFrameskip-v4 --out ppo-BreakoutNoFrameskip-v4.zip
+
+SIGTERM saves the model, and the same command continues. stable-baselines3 is in the extra `test`.
+"""
+
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ale_py
+import gymnasium as gym
+import tyro
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecFrameStack
+
+SAVE_SECONDS = 600.0
+
+
+@dataclass
+class Args:
+    out: Path
+    """the zip file to write"""
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """the environment"""
+    total_timesteps: int = 2000000
+    """environment steps, over which learning rate and clip range are annealed to 0 (the zoo's: 10 million)"""
+    seed: int = 1
+    """seed of the experiment"""
+
+
+class SaveAndStop(BaseCallback):
+    """Save the model every ten minutes, and stop the training after SIGTERM."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.last_save, self.told_to_stop = path, time.monotonic(), False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self.told_to_stop = True
+
+    def _on_step(self) -> bool:
+        if time.monotonic() - self.last_save > SAVE_SECONDS:
+            self.save()
+        return not self.told_to_stop
+
+    def save(self) -> None:
+        """Write the file under another name first, so that a kill leaves the one before."""
+        temporary = self.path.with_name(f"{self.path.stem}.tmp.zip")
+        self.model.save(temporary)
+        temporary.replace(self.path)
+        self.last_save = time.monotonic()
+
+
+def main(args: Args) -> None:
+    gym.register_envs(ale_py)
+    envs = VecFrameStack(make_atari_env(args.env_id, n_envs=8, seed=args.seed), n_stack=4)
+    if args.out.exists():
+        model = PPO.load(args.out, env=envs)
+    else:
+        hyperparameters = {"n_steps": 128, "n_epochs": 4, "batch_size": 256, "vf_coef": 0.5, "ent_coef": 0.01}
+        schedules = {"learning_rate": lambda left: 2.5e-4 * left, "clip_range": lambda left: 0.1 * left}
+        model = PPO("CnnPolicy", envs, seed=args.seed, verbose=1, **hyperparameters, **schedules)
+    callback = SaveAndStop(args.out)
+    # `learn` adds the steps that are done already, so that the schedules end at `total_timesteps`.
+    steps_left = args.total_timesteps - model.num_timesteps
+    model.learn(steps_left, callback, log_interval=20, reset_num_timesteps=False)
+    callback.save()
+    print(f"saved {args.out} after {model.num_timesteps:,} steps")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,169 @@
+"""Teachers that other libraries wrote: stable-baselines3, sb3-contrib, and CleanRL's C51 and PPO."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import flax
+import gymnasium as gym
+import numpy as np
+import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
+import torch
+import tyro
+from helpers import REPO, qdagger_jax_losses, qdagger_losses, random_batch
+from sb3_contrib import QRDQN
+from stable_baselines3 import A2C, DQN, PPO
+from test_teachers import load_q_function, random_weights, sb3_zip, torch_bytes
+from test_update import log_softmax, nature
+
+from cleanrl_utils import enjoy
+from cleanrl_utils.atari import AtariEnvs
+from cleanrl_utils.errors import UserError
+from cleanrl_utils.models import convert, read_weights, torch_to_flax
+
+PONG = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model"
+SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 5
+MODELS = {  # the class and its options
+    "DQN": (DQN, {"buffer_size": 1}),
+    "QR-DQN": (QRDQN, {"buffer_size": 1}),
+    "QR-DQN of 50 quantiles": (QRDQN, {"buffer_size": 1, "policy_kwargs": {"n_quantiles": 50}}),
+    "PPO": (PPO, {"n_steps": 2, "batch_size": 2}),
+    "PPO before 1.8": (PPO, {"n_steps": 2, "batch_size": 2}),
+    "A2C of two extractors": (A2C, {"policy_kwargs": {"share_features_extractor": False}}),
+}
+
+
+class Spaces(gym.Env):
+    """Has the spaces of stacked Pong."""
+
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = gym.spaces.Discrete(A)
+
+
+@pytest.fixture(scope="module")
+def observations() -> np.ndarray:
+    """1,000 observations of Pong, uint8 (1000, 4, 84, 84)."""
+    envs, rng = AtariEnvs("PongNoFrameskip-v4", 10, seed=1), np.random.default_rng(1)
+    found = [envs.reset(), *(envs.step(rng.integers(0, A, 10)).observation for _ in range(199))]
+    envs.close()
+    return np.concatenate(found[::2])
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A model of a library with the layers of the embedded teacher, and the file that the library saves.
+
+    Layers that do not act are random, as those of target networks and critics. A policy's logits are the Q-values
+    times 500: they differ by hundredths.
+    """
+    name, (algorithm, options) = request.param, MODELS[request.param]
+    model = algorithm("CnnPolicy", Spaces(), device="cpu", seed=1, **options)
+    net = model.policy
+    if algorithm in (PPO, A2C):
+        extractor, head, sharpness = net.pi_features_extractor, net.action_net, 500
+    else:
+        net = net.q_net if algorithm is DQN else net.quantile_net
+        extractor, head, sharpness = net.features_extractor, (net.q_net if algorithm is DQN else net.quantile_net)[0], 1
+    layers = {0: extractor.cnn[0], 2: extractor.cnn[2], 4: extractor.cnn[4], 7: extractor.linear[0], 9: head}
+    for key, array in read_weights(PONG, A).items():
+        _, index, part = key.split(".")
+        value = torch.from_numpy(array) * (sharpness if index == "9" else 1)
+        if index == "9" and algorithm is QRDQN:
+            noise = torch.randn(net.n_quantiles, *value.shape) * value.std()
+            value = (value + noise - noise.mean(dim=0)).flatten(0, 1)
+        getattr(layers[int(index)], part).data.copy_(value)
+    path = tmp_path_factory.mktemp("library") / "model.zip"
+    model.save(path)
+    if name == "PPO before 1.8":
+        path.write_bytes(sb3_zip({key: x for key, x in net.state_dict().items() if key[:3] not in ("pi_", "vf_")}))
+    return SimpleNamespace(name=name, model=model, net=net, path=path, is_policy=algorithm in (PPO, A2C))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_outputs(script: Any, saved: SimpleNamespace, observations: np.ndarray) -> None:
+    """Q-values, or the policy at any temperature, are the library's, and so is each action of largest output."""
+    few = torch.from_numpy(observations[:100])
+    with torch.inference_mode():
+        expected = saved.net.get_distribution(few).distribution.probs if saved.is_policy else saved.net(few)
+    expected = expected.mean(dim=1) if "QR" in saved.name else expected
+    for temperature in (0.1, 1.0):
+        q_function, own = load_q_function(script, saved.path, temperature)
+        assert own == (temperature if saved.is_policy else 0.0)
+        outputs = torch.tensor(q_function(few.numpy()))
+        found = torch.softmax(outputs / temperature, dim=1) if saved.is_policy else outputs
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if saved.is_policy else 1e-5)
+    actions, _ = saved.model.predict(observations, deterministic=True)
+    assert len(np.unique(actions)) == A
+    np.testing.assert_array_equal(q_function(observations).argmax(axis=1), actions)
+
+
+@pytest.mark.parametrize("saved", ["DQN", "QR-DQN", "PPO"], indirect=True)
+def test_conversion(saved: SimpleNamespace, observations: np.ndarray, tmp_path: Path) -> None:
+    """Both scripts read both formats of the command, with the outputs of the library's file."""
+    for name in ("torch", "flax"):
+        assert tyro.cli(convert, args=[str(saved.path), str(tmp_path / name), "--format", name]) == name
+        for script in SCRIPTS:
+            loaded = [load_q_function(script, path, 0.3) for path in (saved.path, tmp_path / name)]
+            assert loaded[0][1] == loaded[1][1]
+            np.testing.assert_array_equal(*(q_function(observations[:9]) for q_function, _ in loaded))
+
+
+@pytest.mark.parametrize("saved", ["DQN", "PPO"], indirect=True)
+def test_enjoy(saved: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both scripts, the file of a DQN plays the episodes of the embedded teacher; that of a policy wins at Pong."""
+    flags = {"env_id": "PongNoFrameskip-v4", "eval_episodes": 1}
+    if saved.is_policy:
+        assert enjoy.main(enjoy.Args(**flags, hf_repository=str(saved.path))) > 10
+        return
+    monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 2000)
+    for script in SCRIPTS:
+        flags |= {"script": Path(script.__file__), "epsilon": 0.1}
+        found, expected = (enjoy.main(enjoy.Args(**flags, hf_repository=str(path))) for path in (saved.path, PONG))
+        assert found == expected != 0
+
+
+def cleanrl_file(kind: str, weights: dict[str, np.ndarray]) -> bytes:
+    """Return a file as a script of CleanRL writes it."""
+    args = {"exp_name": kind, "track": False, "wandb_entity": None, "v_min": -1, "v_max": 0.5, "n_atoms": ATOMS}
+    params = torch_to_flax(weights)
+    if kind == "dqn_atari":
+        return torch_bytes(weights)
+    if kind == "c51_atari":
+        state = {key: torch.from_numpy(value) for key, value in weights.items()}
+        return torch_bytes({"model_weights": state | {"atoms": torch.linspace(-1, 0.5, ATOMS)}, "args": args})
+    if kind == "c51_atari_jax":
+        return flax.serialization.to_bytes({"model_weights": params, "args": args})
+    heads = (params["params"].pop("Dense_1"), {"kernel": np.ones((512, 1)), "bias": np.ones(1)})
+    return flax.serialization.to_bytes([args, [params, *({"params": {"Dense_0": head}} for head in heads)]])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("kind", ["dqn_atari", "c51_atari", "c51_atari_jax", "ppo_atari_envpool_xla_jax_scan"])
+def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -> None:
+    """Both are those of a float64 reference, where the teacher's policy is its own or that of its Q-values."""
+    c51, is_policy, batch = kind.startswith("c51"), kind.startswith("ppo"), random_batch(1, 4, A)
+    weights, path = random_weights("nature", A * ATOMS if c51 else A), tmp_path / f"{kind}.cleanrl_model"
+    path.write_bytes(cleanrl_file(kind, weights))
+    expected = nature({key: value.astype(float) for key, value in weights.items()}, batch["observation"])
+    if c51:
+        expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-1, 0.5, ATOMS)
+        with pytest.raises(UserError, match="C51 has return distributions"):
+            convert(path, tmp_path / "new")
+    q = np.random.default_rng(2).normal(size=(4, A)).astype(np.float32)
+    for temperature in (0.1, 1.0):
+        q_function, own = load_q_function(script, path, temperature)
+        outputs, scale = q_function(batch["observation"]), temperature if is_policy else 1.0
+        assert own == (temperature if is_policy else 0.0)
+        np.testing.assert_allclose(outputs, scale * expected, rtol=0, atol=1e-5)
+        teacher, student = (log_softmax(x) for x in (scale * expected / temperature, q / temperature))
+        assert 0.18 < np.exp(teacher).max() < 0.999, "another policy would have the same loss"
+        arrays = script.Batch(**batch | {"teacher_q_values": outputs})
+        if script is qdagger_jax:
+            _, losses = qdagger_jax_losses(q, q, arrays, 1.0, temperature, apply=lambda params, _: params)
+        else:
+            arrays = qdagger.Batch(*map(torch.from_numpy, arrays))
+            losses = qdagger_losses(*[lambda _: torch.from_numpy(q)] * 2, arrays, 1.0, temperature)
+        kl = (np.exp(teacher) * (teacher - student)).sum(axis=1).mean()
+        np.testing.assert_allclose(losses.distill_loss, kl, rtol=1e-4)
