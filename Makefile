@@ -14,15 +14,15 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 .PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
 
 help:
-	@echo "make demo           train a student on Pong from the teacher in teachers/, 5 to 13 minutes on 2 cores"
-	@echo "make demo-jax       the same in JAX, 18 minutes"
-	@echo "make test           run the tests, about 5 minutes on 2 cores of an AMD EPYC with AVX512"
+	@echo "make demo           train a student on Breakout from the teacher in teachers/, 8 minutes on 2 cores of an AMD EPYC"
+	@echo "make demo-jax       the same in JAX"
+	@echo "make test           run the tests, 5 to 9 minutes on 2 cores of an AMD EPYC"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a Slurm cluster, 6 minutes"
 	@echo "make torture        kill and resume a run 100 times"
 	@echo "make torture-jax    the same in JAX"
 	@echo "make lint           run ruff check and ruff format --check"
-	@echo "make benchmark      measure the speed of both scripts, 6 minutes on 2 cores"
+	@echo "make benchmark      measure the speed of both scripts on Pong"
 	@echo "make benchmark-gpu  run tests and measure speeds on an NVIDIA GPU, and write gpu.md"
 	@echo "make docs           build the documentation in site/"
 	@echo "make docs-serve     serve the documentation at http://127.0.0.1:8000 and rebuild it after each change"
