@@ -39,6 +39,9 @@ small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-r
 # A short run, with a precise evaluation.
 small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
     --eval-episodes 100"
+# The flags of `make demo`; the results have five seeds.
+small Breakout $torch -make-demo $breakout "--offline-steps 500 --total-timesteps 18000 --train-frequency 8
+    --buffer-size 18000 --teacher-eval-episodes 20 --eval-episodes 20"
 # Q-learning alone can collapse in the offline phase at a learning rate of 1e-3.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
 small Breakout $torch -offline-only $breakout "--distill-coefficient 0 $taught"
