@@ -30,6 +30,7 @@ import torch
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, also in the runs that tests start
 # The scripts are run, not installed: tests import them by file name, as `python cleanrl/dqn_atari.py` would find them.
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 
