@@ -112,9 +112,7 @@ def read_zip(data: bytes) -> dict[str, Callable[[], bytes]]:
     methods, files = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), archive.infolist()
     if sum(file.file_size if file.compress_type in methods else math.inf for file in files) > 4 * len(data):
         raise ValueError("its zip archive unpacks to many times its size")
-    return {
-        file.filename: functools.partial(lambda file: archive.open(file).read(file.file_size), file) for file in files
-    }
+    return {file.filename: functools.partial(lambda x: archive.open(x).read(x.file_size), file) for file in files}
 
 
 # The base class is pickle's in Python: the one in C allocates as much memory as a file tells it to.

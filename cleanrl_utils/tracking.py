@@ -142,15 +142,16 @@ class ProgressBar:
         self.updates_left = len(steps) + online_updates if phase == "offline" else 0
         self.episodic_return: float | None = None
         interval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
-        self.bar = tqdm(None, phase, steps.stop, initial=steps.start, unit="step", smoothing=0.05, mininterval=interval)
+        options = {"unit": "update" if phase == "offline" else "step", "smoothing": 0.05, "mininterval": interval}
+        self.bar = tqdm(None, phase, steps.stop, initial=steps.start, **options)
 
     def __iter__(self) -> Iterator[int]:
         written, total = 0.0, self.steps.stop
         for count, step in enumerate(self.steps):
             if count == 10:  # JAX compiles in the first update
                 start = time.monotonic()
-            if count == 30 and self.updates_left:
-                minutes = (time.monotonic() - start) / 20 * self.updates_left / 60
+            if count == 101 and self.updates_left:  # a loss has just been read, which synchronises with a GPU
+                minutes = (time.monotonic() - start) / 91 * self.updates_left / 60
                 tqdm.write(f"{self.updates_left:,} updates will take about {minutes:.0f} minutes on this machine")
             yield step
             self.bar.update(min(self.steps.step, total - step))
