@@ -73,13 +73,13 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     online_learning_rate: float | None = None
-    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default the same"""
+    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`, its default"""
     final_learning_rate: float | None = None
-    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default the same"""
+    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
     warmup_updates: int = 0
     """updates of linear learning rate warmup; try 300 with a large learning rate"""
     num_envs: int = 16
-    """parallel environments; the number of updates per step is the same, and small buffers get fewer environments"""
+    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
     buffer_size: int = 1000000
     """environment steps in the online replay buffer, 7.1 kB each"""
     gamma: float = 0.99
@@ -107,7 +107,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
-    """the name of the teacher's file without .cleanrl_model or .zip; by default also the only file of the repository"""
+    """the name of the teacher's file without .cleanrl_model or .zip; the default also finds the only model"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -115,16 +115,16 @@ class Args:
     offline_steps: int = 500000
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
     offline_eval_frequency: int = 100000
-    """offline updates between evaluations of the student, each of which also saves it"""
+    """offline updates between evaluations of the student, which also save it"""
     temperature: float = 0.1
     """the temperature of both softmaxes in the distillation loss (CleanRL: 1)"""
     distill_coefficient: float = 1.0
-    """λ, the weight of the distillation loss, before it is annealed; 0 is offline pre-training alone"""
+    """λ, the weight of the distillation loss, before it is annealed; 0 trains without this loss"""
 
 
 @dataclass
 class Progress:
-    """How far the run is, saved in each checkpoint."""
+    """The progress of a run, saved in each checkpoint."""
 
     evaluations: dict[str, list[float]] = field(default_factory=dict)  # episodic returns of each evaluation, by name
     teacher_step: int = 0  # environment steps of teacher data
@@ -220,8 +220,9 @@ def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Mod
         student, is_policy = "network.0.conv.weight" in weights, "actor.weight" in weights
         for part in ("weight", "bias") if is_policy else ():
             weights[f"network.9.{part}"] = temperature * weights.pop(f"actor.{part}")
-        network = QNetwork(num_actions) if student else TeacherNetwork(num_actions, len(weights.get("atoms", ())))
-        network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+        with torch.device("meta"):  # without memory until the shapes in the file are known to fit
+            network = QNetwork(num_actions) if student else TeacherNetwork(num_actions, len(weights.get("atoms", ())))
+        network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()}, assign=True)
     return network, temperature if is_policy else 0.0
 
 
@@ -295,8 +296,8 @@ class Replay:
 
     def sample(self, batch_size: int, low: float, high: float) -> Batch:
         """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
-        # Rejection sampling with 8 candidates at once, since a loop would synchronise with the GPU, as randint(low,
-        # high) would. If all 8 are invalid, the batch has a final observation, without a TD error.
+        # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
+        # If all 8 are invalid, the sample is a final observation, which has no TD error.
         on = {"generator": self.generator, "device": self.generator.device}
         t = low + (torch.rand((8, batch_size), dtype=torch.float64, **on) * (high - low)).long()
         env = torch.randint(0, self.ring.valid.shape[1], (8, batch_size), **on)
@@ -305,7 +306,7 @@ class Replay:
 
     def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
         """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
-        # The n rewards end early at a termination, which is not bootstrapped, and at a final observation, which is.
+        # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
         n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
         running = torch.ones_like(t, dtype=torch.bool)
         for k in range(self.n_step):
@@ -372,7 +373,7 @@ def make_update(
             targets = td_target(networks[1], batches)  # of all batches at once, which takes less time
         parts = zip(*(x.split(args.batch_size) for x in (targets, *batches)), strict=True)
         for learning_rate, (y, *batch) in zip(learning_rates, parts, strict=True):
-            optimizer.param_groups[0]["lr"] = learning_rate  # in a CUDA graph a tensor, as are all arguments
+            optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, as all arguments are
             with autocast:
                 losses = loss_function(networks[0], y, Batch(*batch), distill_coefficient, args.temperature)
             optimizer.zero_grad()
@@ -606,7 +607,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluations[final]):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # Ctrl-C ends what follows, a finished run's uploads, at once
+    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluations[final])

@@ -24,7 +24,7 @@ SCRIPTS = Path(cleanrl.__file__).parent
 @dataclass
 class Args:
     exp_name: str = "dqn_atari"
-    """the name of the model's file without .cleanrl_model or .zip; with `_jax` in it, JAX plays, otherwise PyTorch"""
+    """the name of the model's file without .cleanrl_model or .zip; JAX is used if it has `_jax`, otherwise PyTorch"""
     seed: int = 1
     """seed of the environments and actions, and the one in the repository's name"""
     hf_entity: str = "cleanrl"
@@ -69,8 +69,8 @@ def load_q_function(args: Args) -> tuple[QFunction, float]:
     envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability, args.full_action_space)
     envs.close()
     repo = args.hf_repository or repository_name(args)
-    path = Path(repo).expanduser()
-    script = import_script(args.script, path.stem if path.is_file() else args.exp_name)
+    is_file = Path(repo).suffix in (".cleanrl_model", ".zip")
+    script = import_script(args.script, Path(repo).stem if is_file and "_jax" not in args.exp_name else args.exp_name)
     model = repo, args.exp_name, envs.num_actions, 1.0
     if hasattr(script, "jax"):
         network, params, temperature = script.load_teacher(*model, pick_jax_device(bf16=True))

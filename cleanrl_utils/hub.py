@@ -1,4 +1,4 @@
-"""Models on the Hugging Face Hub: why a download failed, in one line, and the upload of a trained model."""
+"""Find a model on the disk or the Hugging Face Hub; upload a trained model."""
 
 import os
 import shlex
@@ -30,8 +30,8 @@ def limit_requests() -> None:
 def find_model(repo: str, exp_name: str, download: Callable[[str], str]) -> Path:
     """Return the model in a file, a local directory or a hub repository, which ``download`` copies to a directory.
 
-    It is ``{exp_name}.cleanrl_model`` or ``{exp_name}.zip``. For a script's default, ``exp_name`` need not exist: then
-    it is the zip file that is named as the repository, or else the only model. Any error becomes a UserError.
+    It is ``{exp_name}.cleanrl_model`` or ``{exp_name}.zip``. With a script's default ``exp_name``, it may
+    also be the zip file with the repository's name, or the only model. Any error becomes a UserError.
     """
     with user_errors(f"cannot load a model from the file, directory or hub repository {repo!r}", CONTINUE):
         path = Path(repo).expanduser()
@@ -46,13 +46,13 @@ def find_model(repo: str, exp_name: str, download: Callable[[str], str]) -> Path
             return path
         models = [file.name for file in path.glob("*") if file.suffix in (".cleanrl_model", ".zip") and file.is_file()]
         models = sorted(set(models) - {"train_eval_metrics.zip"})  # the logs in a repository of rl-baselines3-zoo
-        names = [f"{exp_name}.cleanrl_model", f"{exp_name}.zip"]
+        names = [exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"]
         if exp_name in ("dqn_atari", "dqn_atari_jax"):
             names += [f"{Path(repo).name}.zip", *(models if len(models) == 1 else ())]
         for name in filter(models.__contains__, names):
             return path / name
-        has = f"it has {', '.join(models)}: name one with --teacher-model-exp-name" if models else "it has no such file"
-        raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip; {has}")
+        has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
+        raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
 
 
 def repository_name(args: Any) -> str:

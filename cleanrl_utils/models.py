@@ -1,13 +1,14 @@
 """Read, write and convert model files: ``python -m cleanrl_utils.models SOURCE TARGET``.
 
-Every format is read into one form: arrays under the names of CleanRL's PyTorch scripts. The last layer says what a
-teacher's outputs are: Q-values (``network.9``), the logits of a policy (``actor``), or the logits of C51's return
-distributions (``network.9`` with ``atoms``). Shapes come from the file, so that no network is written down here.
+Every format is read into one form: arrays under the names of CleanRL's PyTorch scripts. The last layer computes
+Q-values (``network.9``), the logits of a policy (``actor``), or the logits of C51's return distributions (``network.9``
+with ``atoms``). Shapes come from the file, so no network is defined here.
 Files are untrusted: reading one runs no code from it and takes a few times its size in memory.
 """
 
 import functools
 import io
+import json
 import math
 import pickle
 import re
@@ -31,7 +32,6 @@ FLAX_ARRAY = 1  # flax's msgpack extension code of an array
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
 MAX_BYTES = 2**30  # of a file
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8", "IntStorage": "<i4"}  # PyTorch's
-QUANTILES = 200  # of sb3-contrib's QR-DQN by default; a file does not say how many it has
 SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names here; None: a layer that does not act
     (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.cnn\.([024])", r"network.\1"),
     (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.linear\.0", "network.7"),
@@ -46,8 +46,8 @@ SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names h
 def open_model(path: Path, num_actions: int | None = None) -> Iterator[Weights]:
     """Read the weights from a model file of any format, for a ``with`` block.
 
-    ``num_actions`` is the number of actions of the game, if the model is for one. Raise a UserError if the file is not
-    a model for it, or if the block raises, as it does where layers do not fit.
+    ``num_actions`` is the number of actions of the game, if it is known. Raise a UserError if the file is not a model
+    for it, or if the block raises, for example because layers do not fit.
     """
     with user_errors(f"{path} is not a usable model", "docs/teachers.md lists the models that can be used"):
         yield read_weights(path, num_actions)
@@ -62,28 +62,29 @@ def read_weights(path: Path, num_actions: int | None) -> Weights:
     data = path.read_bytes()
     weights = read_torch(data) if data.startswith(ZIP) else flax_to_torch(read_flax(data))
     weights = {str(key): as_float32(key, value) for key, value in weights.items()}
-    for part in ("weight", "bias") if "quantiles.bias" in weights else ():  # output i·A + a is quantile i of action a
-        rows = weights.pop(f"quantiles.{part}")
-        default = len(rows) % QUANTILES == 0 and 3 <= len(rows) // QUANTILES <= 18  # Atari games have 3 to 18 actions
-        actions = len(rows) // QUANTILES if default else num_actions
-        if not actions or len(rows) % actions:
-            raise ValueError(f"its {len(rows)} outputs are not quantiles of {actions or 'a known number of'} actions")
-        weights[f"network.9.{part}"] = rows.reshape(-1, actions, *rows.shape[1:]).mean(axis=0)  # linear, as the layer
     heads = [key for key in weights if re.fullmatch(r"(?:network\.\d+|actor)\.bias", key)]
     if not heads:
         raise ValueError(f"it has no weights of a network, only {sorted(weights)[:3]}")
     last = max(heads, key=lambda key: (key == "actor.bias", len(key), key))
-    found = weights[last].size // weights.get("atoms", np.zeros(1)).size
+    found = weights[last].size // max(1, weights.get("atoms", np.zeros(1)).size)
     if num_actions not in (None, found):
         remedy = "; --full-action-space plays with all 18" if found == 18 else ""
-        raise ValueError(f"it has {found} outputs and the game has {num_actions} actions{remedy}")
+        raise ValueError(f"its layer {last[:-5]} has {found} outputs and the game has {num_actions} actions{remedy}")
+    if last == "actor.bias" and "network.0.conv.bias" in weights:
+        raise ValueError("it is a policy with an ImpalaCNN; a policy needs the network of Mnih et al. (2015)")
     return weights
 
 
 def read_torch(data: bytes) -> dict[str, Any]:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
-    members = read_zip(data)
-    if policy := members.get("policy.pth"):  # nothing else of stable-baselines3's zip is read
+    members, space = read_zip(data), {}
+    if policy := "data" in members and members.get("policy.pth"):
+        settings = json.loads(members["data"]())  # JSON, in which pickles are text
+        space, shape = settings["action_space"], settings["observation_space"]["_shape"]
+        scaled = settings["policy_kwargs"].get("normalize_images", True)
+        if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not scaled:
+            found = f"{space[':type:']!r:.60}, observations {shape!r:.40}, normalize_images={scaled!r:.5}"
+            raise ValueError(f"it has {found}; needed are Discrete actions, four 84×84 frames, normalize_images=True")
         members = read_zip(data := policy())
     state_dict = TorchUnpickler(members).load()
     if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
@@ -94,11 +95,14 @@ def read_torch(data: bytes) -> dict[str, Any]:
         raise ValueError("its tensors have more elements than the file has bytes")
     weights = {}
     for key, value in state_dict.items():
-        layer, _, part = str(key).rpartition(".")
+        layer, _, part = re.sub(r"^(_orig_mod\.|module\.)*", "", str(key)).rpartition(".")  # of compile, DataParallel
         names = [name and match.expand(name) for pattern, name in SB3_LAYERS if (match := re.fullmatch(pattern, layer))]
-        if policy and not names:
-            raise ValueError(f"its policy has {key!r:.60}; needed is a CnnPolicy of default layers, discrete actions")
-        if (name := names[0] if names else layer) is not None:
+        if bool(policy) != bool(names) and names != [None]:
+            raise ValueError(f"it has {key!r:.60}; needed is the zip file of a CnnPolicy with default layers")
+        name = names[0] if names else layer
+        if name == "quantiles":  # output i·A + a is quantile i of action a; their mean is linear, as the layer is
+            name, value = "network.9", value.reshape(-1, int(space["n"]), *value.shape[1:]).mean(axis=0)
+        if name is not None:
             weights[f"{name}.{part}".lstrip(".")] = value
     return weights
 
@@ -106,16 +110,24 @@ def read_torch(data: bytes) -> dict[str, Any]:
 def read_zip(data: bytes) -> dict[str, Callable[[], bytes]]:
     """Return functions that read the members of a zip archive; ValueError if it unpacks to many times its size.
 
-    The size that the archive gives for a member is a limit, as more may be in it; other methods than deflate have none.
+    A member is read up to the size that the archive states. Compression methods other than deflate are rejected.
     """
     archive = zipfile.ZipFile(io.BytesIO(data))
-    methods, files = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), archive.infolist()
-    if sum(file.file_size if file.compress_type in methods else math.inf for file in files) > 4 * len(data):
+    methods, files = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), archive.NameToInfo
+    if sum(file.file_size if file.compress_type in methods else math.inf for file in files.values()) > 4 * len(data):
         raise ValueError("its zip archive unpacks to many times its size")
-    return {file.filename: functools.partial(lambda x: archive.open(x).read(x.file_size), file) for file in files}
+    read = functools.cache(lambda file: archive.open(file).read(files[file].file_size))
+    return {name: functools.partial(read, name) for name in files}
 
 
-# The base class is pickle's in Python: the one in C allocates as much memory as a file tells it to.
+class Memo(dict):
+    """Objects that a pickle refers to again, without containers: nested ones would hold 2^n references to one."""
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        super().__setitem__(key, None if isinstance(value, (tuple, list, dict, set, frozenset)) else value)
+
+
+# The base class is pickle's Python version. The C version allocates as much memory as a file states.
 class TorchUnpickler(pickle._Unpickler):
     """Read the NumPy arrays of a PyTorch file (``torch.save``), without PyTorch and without running code from it.
 
@@ -125,15 +137,15 @@ class TorchUnpickler(pickle._Unpickler):
     def __init__(self, members: dict[str, Callable[[], bytes]]):
         names = [name for name in members if re.fullmatch(r"[^/]*/data\.pkl", name)]
         if len(names) != 1:
-            raise ValueError("it is a zip archive with neither policy.pth nor a state dict of PyTorch")
+            raise ValueError("it is a zip archive of neither stable-baselines3 nor a state dict of PyTorch")
         super().__init__(io.BytesIO(members[names[0]]()))
-        self.members, self.folder = members, names[0].removesuffix("data.pkl")
+        self.memo, self.members, self.folder = Memo(), members, names[0].removesuffix("data.pkl")
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or function of this name; there are no others than those of a state dict."""
+        """Return the class or function of this name; only those of a state dict are allowed."""
         known = {"OrderedDict": OrderedDict, "_rebuild_tensor_v2": self.rebuild_tensor, **STORAGES}
         if module not in ("collections", "torch", "torch._utils") or name not in known:
-            raise pickle.UnpicklingError(f"it refers to {f'{module}.{name}'!r:.60}; only arrays of numbers are read")
+            raise pickle.UnpicklingError(f"it has a {f'{module}.{name}'!r:.60}; save a state_dict() of float32 tensors")
         return known[name]
 
     def load_build(self) -> None:
@@ -141,16 +153,19 @@ class TorchUnpickler(pickle._Unpickler):
         self.stack.pop()
 
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
+    del dispatch[pickle.DUP[0]], dispatch[pickle.BYTEARRAY8[0]]  # they multiply containers and allocate any size
 
-    def persistent_load(self, storage: tuple) -> np.ndarray:
-        """Return the elements of a storage, which the pickle describes as ("storage", type, member, device, size)."""
-        _, dtype, member, *_ = storage
-        return np.frombuffer(self.members[f"{self.folder}data/{member}"](), dtype)
+    def persistent_load(self, storage: tuple) -> tuple[str, str]:
+        """Return the dtype and member of a storage, described as ("storage", type, member, device, size)."""
+        return storage[1:3]
 
-    def rebuild_tensor(self, storage: np.ndarray, offset: int, shape: tuple, strides: tuple, *_: Any) -> np.ndarray:
-        """Return a view of ``storage``; ValueError if it has elements outside it."""
-        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if min(offset, *shape, *strides, 0) < 0 or last >= len(storage):
+    def rebuild_tensor(self, storage: tuple, offset: int, shape: tuple, strides: tuple, *_: Any) -> np.ndarray:
+        """Return a view of a storage's elements; ValueError if it has elements outside it."""
+        dtype, member = storage
+        storage = np.frombuffer(self.members[f"{self.folder}data/{member}"](), dtype)
+        valid = all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))  # NumPy's overflow
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if valid else math.inf
+        if offset + last >= len(storage):
             raise ValueError("a tensor has elements that are not in the file")
         return np.lib.stride_tricks.as_strided(storage[offset:], shape, [storage.itemsize * step for step in strides])
 
@@ -164,8 +179,7 @@ def read_flax(data: bytes) -> Params:
 
     try:
         tree = msgpack.unpackb(data, ext_hook=unpack_array)
-        if tree.keys() == {"0", "1"}:
-            tree = tree["1"]
+        tree = tree["1"] if tree.keys() == {"0", "1"} else tree
         if tree.keys() == {"0", "1", "2"}:  # PPO: network, actor, critic
             return {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
         if tree.keys() == {"model_weights", "args"}:  # C51
@@ -282,9 +296,9 @@ def convert(
     target: tyro.conf.Positional[Path],
     format: Literal["torch", "flax"] | None = None,
 ) -> str:
-    """Write a model as a file of CleanRL's layers, and return its format.
+    """Write a model with CleanRL's layer names, and return the format.
 
-    The last layer of a policy is named actor, and a file of it is read like its source.
+    The last layer of a policy is named actor. The new file is read like the source.
 
     Args:
         source: the model to read, of any format
@@ -295,10 +309,10 @@ def convert(
         if "atoms" in weights:
             raise ValueError("C51 has return distributions, and a DQN's file has Q-values; both scripts read C51's own")
         params = torch_to_flax(weights)
-    if target.exists():
-        raise UserError(f"{target} exists; give another file or remove it")
     format = format or ("flax" if source.read_bytes().startswith(ZIP) else "torch")
     with user_errors(f"{target} cannot be written", "give another file", OSError):
+        if target.exists():
+            raise UserError(f"{target} exists; give another file or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
         if format == "flax":
             write_flax(target, params)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from cleanrl_utils.errors import UserError, one_line_errors, require_packages
+from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
 
 TRAINING, EVALUATION, LAMBDA = "charts/episodic_return", "eval/episodic_return", "charts/distill_coeff"
 OFFLINE, TEACHER, RANDOM = (f"charts/{name}/avg_episodic_return" for name in ("offline", "teacher", "random"))
@@ -71,13 +71,6 @@ def read_events(directory: Path) -> Iterator[Any]:
         yield from read_file(path)
 
 
-def scalars_of(event: Any) -> dict[str, float]:
-    """Return the scalars of an event by tag, in TensorBoard's old format or its new one."""
-    values = event.summary.value
-    new = {value.tag: value.tensor.float_val[0] for value in values if value.tensor.float_val}
-    return new | {value.tag: value.simple_value for value in values if value.HasField("simple_value")}
-
-
 def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndarray:
     """Return the means of the last ``window`` values of ``points``, (N, 2) steps and values, at ``steps``; else NaN."""
     count = np.searchsorted(points[:, 0], steps, side="right")
@@ -86,18 +79,18 @@ def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndar
 
 
 def read_run(directory: Path) -> Run | None:
-    """Read a run; return None, with a warning, if it is unknown which run it is or it has nothing to report."""
+    """Read a run; return None, with a warning, if it cannot be identified or has no returns."""
     match = re.fullmatch(r"(?P<env_id>.+?)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", directory.name)
     logged, lists, last_step = {}, {tag: [] for tag in TAGS}, 0
     for event in read_events(directory):
         lines = b"\n".join(line for value in event.summary.value for line in value.tensor.string_val)
         logged |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", lines.decode(errors="replace"), re.MULTILINE))
         last_step = max(last_step, event.step)
-        for tag, value in scalars_of(event).items():
-            if tag in lists and math.isfinite(value):
-                lists[tag].append((event.step, value))
-            elif tag in lists:
-                warn(f"{directory} has NaN or infinity in {tag}", "these points are left out")
+        for value in event.summary.value:
+            if value.tag in lists and math.isfinite(value.simple_value):
+                lists[value.tag].append((event.step, value.simple_value))
+            elif value.tag in lists:
+                warn(f"{directory} has NaN or infinity in {value.tag}", "these points are left out")
     if not any(lists.values()):
         return warn(f"{directory} has no returns", "it is left out")
     points = {tag: np.array(lists[tag], dtype=float).reshape(-1, 2) for tag in TAGS}
@@ -135,13 +128,11 @@ def read_run(directory: Path) -> Run | None:
 
 def read_report(directory: Path) -> list[Run]:
     """Read the runs of an earlier report; raise a UserError if that is not possible."""
-    try:
-        with (directory / RESULTS).open(encoding="utf-8", newline="") as file, np.load(directory / CURVES) as curves:
-            rows = [{name: row[name] for name in COLUMNS} for row in csv.DictReader(file)]
-            numbers = [{name: float(row[name] or "nan") for name in NUMBERS} for row in rows]
-            return [row | some | {"curves": curves[row["run"]]} for row, some in zip(rows, numbers, strict=True)]
-    except Exception as error:
-        raise UserError(f"{directory} has no valid {RESULTS} and {CURVES} ({error!r}); give a whole report") from error
+    with user_errors(f"{directory} has no valid {RESULTS} and {CURVES}", "give a whole report"):
+        lines, curves = (directory / RESULTS).read_text(encoding="utf-8").splitlines(), np.load(directory / CURVES)
+        rows = [{name: row[name] for name in COLUMNS} for row in csv.DictReader(lines)]
+        numbers = [{name: float(row[name] or "nan") for name in NUMBERS} for row in rows]
+        return [row | some | {"curves": curves[row["run"]]} for row, some in zip(rows, numbers, strict=True)]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -218,7 +209,7 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
             panel[0].plot([], "o", color="gray", label="final evaluation")
         panel[0].set_title(game)
         panel[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
-    for axis, label in zip(panels[0], ("return of an episode", "weight λ\nof teacher"), strict=False):
+    for axis, label in zip(panels[0], ("return, mean of\nten episodes", "weight λ"), strict=False):
         axis.set_ylabel(label)
     entries = {k: line for axis in figure.axes for line, k in zip(*axis.get_legend_handles_labels(), strict=True)}
     width = max(5, 2.3 * len(games))
@@ -273,10 +264,8 @@ def write_report(runs: Sequence[Run], out: Path) -> str:
 
 def main(args: Args) -> None:
     require_packages("python -m cleanrl_utils.report", "matplotlib", "tensorboard")
-    try:
+    with user_errors(f"can't write to {args.out}", "give another directory", OSError):
         text = write_report(read_runs(args.paths), args.out)
-    except OSError as error:
-        raise UserError(f"can't write to {args.out} ({error}); give another directory") from error
     print(f"{text}\nthe report is in {args.out}", flush=True)
 
 

@@ -189,7 +189,7 @@ def test_repository_of_another_library(hub, monkeypatch):
     hub.files |= {f"sb3/{name}": {file: file.encode() for file in files}, "lab/two": {"b.zip": b"", "a.zip": b""}}
     for script, exp_name in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax")):
         assert find(f"sb3/{name}", script, exp_name) == f"{name}.zip"
-    check_error("lab/two", "it has a.zip, b.zip: name one with --teacher-model-exp-name; ")
+    check_error("lab/two", "choose with --teacher-model-exp-name (enjoy: --exp-name) from a.zip, b.zip; ")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find(f"sb3/{name}") == f"{name}.zip"
     assert not list(Path("cache").rglob("policy.pth")), "files that are not needed were downloaded"

@@ -28,7 +28,7 @@ SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 5
 MODELS = {  # the class and its options
     "DQN": (DQN, {"buffer_size": 1}),
     "QR-DQN": (QRDQN, {"buffer_size": 1}),
-    "QR-DQN of 50 quantiles": (QRDQN, {"buffer_size": 1, "policy_kwargs": {"n_quantiles": 50}}),
+    "QR-DQN of 100 quantiles": (QRDQN, {"buffer_size": 1, "policy_kwargs": {"n_quantiles": 100}}),
     "PPO": (PPO, {"n_steps": 2, "batch_size": 2}),
     "PPO before 1.8": (PPO, {"n_steps": 2, "batch_size": 2}),
     "A2C of two extractors": (A2C, {"policy_kwargs": {"share_features_extractor": False}}),

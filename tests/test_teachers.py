@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import subprocess
@@ -82,10 +83,13 @@ SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4
 SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
 
 
-def sb3_zip(state):
+def sb3_zip(state, action_space="Discrete", shape=(4, 84, 84), **policy_kwargs):
     """Return a file as stable-baselines3 writes it, with its DQN's names for the layers of a teacher."""
-    policy = {SB3_DQN.get(key[:9], key[:9]) + key[9:]: value for key, value in state.items()}
-    return zip_bytes({"data": b"{}", "policy.pth": torch_bytes(policy), "policy.optimizer.pth": b""})
+    if isinstance(state, dict):
+        state = torch_bytes({SB3_DQN.get(key[:9], key[:9]) + key[9:]: value for key, value in state.items()})
+    data = {"action_space": {":type:": f"<class 'gym.spaces.{action_space}'>", "n": "6"}}
+    data |= {"observation_space": {"_shape": shape}, "policy_kwargs": policy_kwargs}
+    return zip_bytes({"data": json.dumps(data), "policy.pth": state, "policy.optimizer.pth": b""})
 
 
 def load_q_function(script, path, temperature=1.0, bf16=False, num_actions=6):
@@ -175,7 +179,7 @@ def test_convert_refuses(tmp_path):
         (torch_bytes(WEIGHTS), exists, f"{exists} exists"),
         (torch_bytes(WEIGHTS), new, f"{new} cannot be written"),
         (torch_bytes({}), tmp_path / "empty", "it has no weights"),
-        (torch_bytes(quantiles(300)), tmp_path / "empty", "300 outputs are not quantiles of a known number of actions"),
+        (torch_bytes(quantiles(300)), tmp_path / "empty", "needed is the zip file of a CnnPolicy"),
         (msgpack.packb({"params": {}}), tmp_path / "empty", "it has no weights"),
     ):
         model.write_bytes(data)
@@ -267,7 +271,7 @@ TORCH_STATES = {
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values"),
     "too large for float32": (changed(_9_bias=np.full(6, 1e300)), "'network.9.bias' holds NaN or infinite values"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
-    "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; only"),
+    "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
     "a repeated element": (changed(_9_bias=torch.zeros(1).expand(10**12)), "more elements than the file has bytes"),
     "a thousand views": (dict.fromkeys(map(str, range(1000)), torch.zeros(1000)), "more elements than the file has"),
 }
@@ -308,39 +312,51 @@ def test_foreign_file(tmp_path):
 def test_policies_of_another_network(tmp_path):
     """A policy of stable-baselines3 that is recurrent, of other layers, for other actions or other observations."""
     for name in ("lstm_actor.weight_ih_l0", "mlp_extractor.policy_net.0.bias", "log_std", "q_net.q_net.2.bias"):
-        message = f"its policy has {name!r}; needed is a CnnPolicy of default layers, discrete actions; "
+        message = f"it has {name!r}; needed is the zip file of a CnnPolicy with default layers; "
         check_unusable(tmp_path, sb3_zip(WEIGHTS | {"action_net.bias": BIAS, name: BIAS}), message)
+    for changes in ({"action_space": "MultiDiscrete"}, {"shape": (4, 88, 88)}, {"normalize_images": False}):
+        check_unusable(tmp_path, sb3_zip(WEIGHTS, **changes), "needed are Discrete actions, four 84×84 frames, ")
     for state, *messages in (
-        (random_weights("nature", 4), "it has 4 outputs and the game has 6 actions; docs/"),
+        (random_weights("nature", 4), "its layer network.9 has 4 outputs and the game has 6 actions; docs/"),
         (random_weights("nature", 18), "game has 6 actions; --full-action-space plays with all 18; "),
         (changed(_0_weight=np.zeros((32, 3, 8, 8))), f"{SHAPE}network.0.weight", "(8, 8, 3, 32)"),
         (changed(_7_weight=np.zeros((512, 1024))), f"{SHAPE}network.7.weight", "(1024, 512)"),
-        (quantiles(301), "its 301 outputs are not quantiles of 6 actions"),
-        (quantiles(800), "it has 4 outputs and the game has 6 actions"),
+        (quantiles(301), "cannot reshape array of size 301"),
     ):
         check_unusable(tmp_path, sb3_zip(state), *messages)
 
 
 def test_zip_archives(tmp_path):
     """Damaged, nested and hostile ones are refused before anything large is unpacked, whatever size they give."""
-    data, size, foreign = torch_bytes(SMALL), 2 * 10**7, "neither policy.pth nor a state dict"
+    data, size, foreign = torch_bytes(SMALL), 2 * 10**7, "neither stable-baselines3 nor a state dict"
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     methods = zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA
-    bombs = [zip_bytes({"policy.pth": bytes(size)}, method) for method in methods]
+    bombs = [zip_bytes({"x/data.pkl": bytes(size)}, method) for method in methods]
     lies = [bomb.replace(size.to_bytes(4, "little"), b"\0\1\0\0") for bomb in bombs]
     deflated = zip_bytes(files | {"archive/zeros": bytes(size)}, zipfile.ZIP_DEFLATED)
     assert torch.load(io.BytesIO(deflated), weights_only=True).keys() == SMALL.keys()
+    many, rebuild, int32 = torch.zeros(250_000), torch._utils._rebuild_tensor_v2, torch.ones(1, dtype=torch.int32)
+    # A key of 2^60 nested tuples, by the memo and by DUP, and an array of any size.
+    pickles = (
+        b"})" + 60 * b"q\x000h\0h\0\x86" + b"K\1s.",
+        b"})" + 60 * b"2\x86" + b"K\1s.",
+        b"\x96%b." % size.to_bytes(8, "little"),
+    )
     for content, message in (
         (b"PK\x03\x04" + bytes(50), "File is not a zip file"),
         (data[:-29] + data[-21:], ""),
         (zip_bytes({"data": b"{}"}), foreign),
-        (zip_bytes({"policy.pth": sb3_zip(SMALL)}), foreign),
-        (zip_bytes({"policy.pth": data[:-9]}), ""),
+        (sb3_zip(sb3_zip(SMALL)), foreign),
+        (sb3_zip(data[:-9]), ""),
         (lies[0], "Bad CRC-32"),
         *((bomb, "unpacks to many times its size") for bomb in (*bombs, *lies[1:], deflated)),
-        (zip_bytes({"policy.pth": deflated}), "unpacks to many times its size"),
-        (sb3_zip({"x.weight": Hostile(bytearray, size)}), "bytearray'; only arrays of numbers are read"),
+        (sb3_zip(deflated), "unpacks to many times its size"),
+        (sb3_zip({"x.weight": Hostile(bytearray, size)}), "bytearray'; save a state_dict"),
+        (torch_bytes({str(i): many[i : i + 1] for i in range(100)}), "it has no weights of a network"),
+        (torch_bytes({"x": Hostile(rebuild, torch.zeros(1).expand(99), 0, (99,), (1,))}), "too many values to unpack"),
+        (torch_bytes({"x": Hostile(rebuild, many._typed_storage(), 0, int32, (1,))}), "that are not in the file"),
+        *((zip_bytes({"x/data.pkl": b"\x80\5" + data}), "") for data in pickles),
     ):
         tracemalloc.start()
         check_unusable(tmp_path, content, message)
@@ -360,7 +376,7 @@ def test_code_does_not_run(tmp_path):
     state = {"network.0.weight": Hostile(os.mkdir, str(marker))}
     data = torch_bytes(state)
     for content in (data, sb3_zip(state)):
-        check_unusable(tmp_path, content, ".mkdir'; only arrays of numbers are read")
+        check_unusable(tmp_path, content, ".mkdir'; save a state_dict")
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         check_unusable(tmp_path, pickle.dumps(state, protocol), "")
     assert not marker.exists()
@@ -446,9 +462,10 @@ def test_a_directory_wins_over_a_repository(script, tmp_path, monkeypatch):
         ("a.zip other.cleanrl_model pong.zip", "dqn_atari_jax", "pong.zip"),
         ("dqn_atari.cleanrl_model train_eval_metrics.zip args.yml", "dqn_atari_jax", "dqn_atari.cleanrl_model"),
         ("a.zip b.zip pong.zip", "b", "b.zip"),
-        ("a.zip", "b", "no file b.cleanrl_model or b.zip; it has a.zip: name one with --teacher-model-exp-name; "),
-        ("b.cleanrl_model a.zip x.txt", "dqn_atari", "it has a.zip, b.cleanrl_model: name one with "),
-        ("train_eval_metrics.zip x.txt", "dqn_atari", "it has no such file; check the name, .*dqn_atari"),
+        ("a.zip b.zip pong.zip", "a.zip", "a.zip"),
+        ("a.zip", "b", "no file b.cleanrl_model or b.zip; choose with --teacher-model-exp-name .* from a.zip; "),
+        ("b.cleanrl_model a.zip x.txt", "dqn_atari", "--exp-name. from a.zip, b.cleanrl_model; "),
+        ("train_eval_metrics.zip x.txt", "dqn_atari", "or dqn_atari.zip; check the name, .*dqn_atari"),
     ],
 )
 def test_the_model_of_a_directory(files, exp_name, found, tmp_path, monkeypatch):
