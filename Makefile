@@ -4,8 +4,8 @@ SUPPORTED := -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3
 VENV := .venv
 RUN := $(VENV)/bin/python
 TEACHER := teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1
-# Breakout, because ten of its episodes, which the schedule of λ waits for, end within 10,000 steps. An update for 8 steps
-# instead of 4 leaves time for more steps. A large learning rate is good for the offline phase only.
+# In Breakout, ten episodes end within 10,000 steps. Only then is λ annealed. One update per 8 steps instead of 4 leaves
+# time for more steps. A large learning rate is good in the offline phase only.
 DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-step 3 --num-envs 4 \
 	--learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 --teacher-steps 20000 --offline-steps 500 \
 	--total-timesteps 18000 --learning-starts 1000 --train-frequency 8 --buffer-size 18000 \
@@ -71,7 +71,7 @@ docs: $(VENV)/docs
 docs-serve: $(VENV)/docs
 	$(RUN) -m mkdocs serve
 
-# The first Python that runs and is new enough; a shim of pyenv may not run.
+# Use the first supported Python that runs; a shim of pyenv may not run.
 $(RUN):
 	@for python in $(PYTHON); do \
 		if $$python $(SUPPORTED) 2>/dev/null; then exec $$python -m venv --clear $(VENV); fi; \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# QDagger with teachers from the hub: three games, three seeds, both libraries, full size. A GPU is needed for it.
+# QDagger with teachers from the hub: three games, three seeds, both libraries, full size. Use a GPU.
 # Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -8,7 +8,7 @@ folder=cleanrl
 small() { # game, script, suffix of the name, teacher, further flags
     # 2,000 offline updates need a larger learning rate. With four environments, ten episodes end early in the run.
     python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds 3 --workers 2 --command "python
-        $folder/$2.py --exp-name $2$3 --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
+        $folder/$2.py --exp-name ${name:-$2$3} --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
         --n-step 3 --num-envs 4 --teacher-steps 20000 --offline-eval-frequency 2000 --learning-starts 1000
         --buffer-size 50000 --teacher-eval-episodes 30 --eval-episodes 30 --save-model
         --teacher-policy-hf-repo $4 $5" "${flags[@]}" || [ $? = 1 ]
@@ -40,7 +40,7 @@ small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-r
 small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
     --eval-episodes 100"
 # The flags of `make demo`; the results have five seeds.
-small Breakout $torch -make-demo $breakout "--offline-steps 500 --total-timesteps 18000 --train-frequency 8
+name=demo small Breakout $torch "" $breakout "--offline-steps 500 --total-timesteps 18000 --train-frequency 8
     --buffer-size 18000 --teacher-eval-episodes 20 --eval-episodes 20"
 # Q-learning alone can collapse in the offline phase at a learning rate of 1e-3.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
@@ -58,8 +58,8 @@ small Breakout $torch -target-100 $breakout "--target-network-frequency 100 $tau
 # The second generation: the best student of Pong, seed 2, is the teacher.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"
-# The authors' choices that no flag gives, by an edit of the script: Adam's epsilon; a λ that stays 0 once it was 0; the
-# Huber loss, which also halves the TD loss; a target network whose frequency counts updates online as well.
+# Choices of the authors without a flag, by an edit of the script: Adam's epsilon; a λ that stays at 0; the Huber loss,
+# which also halves the TD loss; a target network whose frequency counts updates online as well.
 edited() { # game, suffix of the name, teacher, sed expression
     folder=build/edited$2
     mkdir -p "$folder"

@@ -63,7 +63,7 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
-    """probability of a sticky action per frame ; the default is the id's own: 0 for -v4, 0.25 for -v5"""
+    """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
     full_action_space: bool = False
     """if toggled, the game is played with all 18 actions of the console"""
     total_timesteps: int = 10000000
@@ -71,7 +71,7 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     num_envs: int = 16
-    """parallel environments; the number of updates per step is the same, and small buffers get fewer environments"""
+    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
     buffer_size: int = 1000000
     """environment steps in the replay buffer, 7.1 kB each"""
     gamma: float = 0.99
@@ -100,7 +100,7 @@ class Args:
 
 @dataclass
 class Progress:
-    """How far the run is, saved in each checkpoint."""
+    """The progress of a run, saved in each checkpoint."""
 
     step: int = 0  # environment steps
     seconds: float = 0.0  # time of training
@@ -194,8 +194,8 @@ class Replay:
 
     def sample(self, batch_size: int, low: float, high: float) -> Batch:
         """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
-        # Rejection sampling with 8 candidates at once, since a loop would synchronise with the GPU, as randint(low,
-        # high) would. If all 8 are invalid, the batch has a final observation, without a TD error.
+        # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
+        # If all 8 are invalid, the sample is a final observation, which has no TD error.
         on = {"generator": self.generator, "device": self.generator.device}
         t = low + (torch.rand((8, batch_size), dtype=torch.float64, **on) * (high - low)).long()
         env = torch.randint(0, self.ring.valid.shape[1], (8, batch_size), **on)
@@ -204,8 +204,7 @@ class Replay:
 
     def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
         """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
-        # The n rewards end early at a termination, which is not bootstrapped, and at the final observation of a
-        # truncated episode, which is.
+        # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
         n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
         running = torch.ones_like(t, dtype=torch.bool)
         for k in range(self.n_step):
@@ -250,7 +249,7 @@ def make_update(
     loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
     def update(low: float, high: float) -> Losses:
-        """Make a gradient step on transitions of steps [low, high), numbers that are tensors in a CUDA graph."""
+        """Make a gradient step on transitions of steps [low, high); both are tensors in a CUDA graph."""
         batch = replay.sample(args.batch_size, low, high)
         with autocast:
             losses = loss_function(*networks, batch)
@@ -276,7 +275,7 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 
 def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the action of largest Q-value, or with probability ``epsilon`` a random one; int64 (B,) from (B, A)."""
+    """Choose actions, int64 (B,), from Q-values (B, A): random with probability ``epsilon``, otherwise greedy."""
     batch, num_actions = q_values.shape
     random = rng.integers(0, num_actions, batch)
     return np.where(rng.random(batch) < epsilon, random, q_values.argmax(dim=1).cpu().numpy())
@@ -376,7 +375,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluation):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # Ctrl-C ends what follows, a finished run's uploads, at once
+    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluation)

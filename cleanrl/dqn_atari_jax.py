@@ -59,7 +59,7 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
-    """probability of a sticky action per frame ; the default is the id's own: 0 for -v4, 0.25 for -v5"""
+    """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
     full_action_space: bool = False
     """if toggled, the game is played with all 18 actions of the console"""
     total_timesteps: int = 10000000
@@ -67,7 +67,7 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     num_envs: int = 16
-    """parallel environments; the number of updates per step is the same, and small buffers get fewer environments"""
+    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
     buffer_size: int = 1000000
     """environment steps in the replay buffer, 7.1 kB each"""
     gamma: float = 0.99
@@ -96,7 +96,7 @@ class Args:
 
 @dataclass
 class Progress:
-    """How far the run is, saved in each checkpoint."""
+    """The progress of a run, saved in each checkpoint."""
 
     step: int = 0  # environment steps
     seconds: float = 0.0  # time of training
@@ -222,8 +222,7 @@ def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, ga
         in_episode = ring.age[t % length, env][:, None] >= ago
         return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
-    # The n rewards end early at a termination, which is not bootstrapped, and at the final observation of a truncated
-    # episode, which is.
+    # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
     n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
     running = jnp.ones(t.shape, bool)
     for k in range(n_step):
@@ -287,7 +286,7 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 
 def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the action of largest Q-value, or with probability ``epsilon`` a random one; int64 (B,) from (B, A)."""
+    """Choose actions, int64 (B,), from Q-values (B, A): random with probability ``epsilon``, otherwise greedy."""
     batch, num_actions = q_values.shape
     random = rng.integers(0, num_actions, batch)
     return np.where(rng.random(batch) < epsilon, random, np.asarray(q_values).argmax(axis=1))
@@ -378,7 +377,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluation):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # Ctrl-C ends what follows, a finished run's uploads, at once
+    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluation)

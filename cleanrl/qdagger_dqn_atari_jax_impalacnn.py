@@ -71,13 +71,13 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     online_learning_rate: float | None = None
-    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default the same"""
+    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`, its default"""
     final_learning_rate: float | None = None
-    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default the same"""
+    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
     warmup_updates: int = 0
     """updates of linear learning rate warmup; try 300 with a large learning rate"""
     num_envs: int = 16
-    """parallel environments; the number of updates per step is the same, and small buffers get fewer environments"""
+    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
     buffer_size: int = 1000000
     """environment steps in the online replay buffer, 7.1 kB each"""
     gamma: float = 0.99
@@ -105,7 +105,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the name of the teacher's file without .cleanrl_model or .zip; by default also the only file of the repository"""
+    """the name of the teacher's file without .cleanrl_model or .zip; the default also finds the only model"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -113,16 +113,16 @@ class Args:
     offline_steps: int = 500000
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
     offline_eval_frequency: int = 100000
-    """offline updates between evaluations of the student, each of which also saves it"""
+    """offline updates between evaluations of the student, which also save it"""
     temperature: float = 0.1
     """the temperature of both softmaxes in the distillation loss (CleanRL: 1)"""
     distill_coefficient: float = 1.0
-    """λ, the weight of the distillation loss, before it is annealed; 0 is offline pre-training alone"""
+    """λ, the weight of the distillation loss, before it is annealed; 0 trains without this loss"""
 
 
 @dataclass
 class Progress:
-    """How far the run is, saved in each checkpoint."""
+    """The progress of a run, saved in each checkpoint."""
 
     evaluations: dict[str, list[float]] = field(default_factory=dict)  # episodic returns of each evaluation, by name
     teacher_step: int = 0  # environment steps of teacher data
@@ -325,7 +325,7 @@ def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, ga
         in_episode = ring.age[t % length, env][:, None] >= ago
         return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
-    # The n rewards end early at a termination, which is not bootstrapped, and at a final observation, which is.
+    # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
     n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
     running = jnp.ones(t.shape, bool)
     for k in range(n_step):
@@ -607,7 +607,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluations[final]):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # Ctrl-C ends what follows, a finished run's uploads, at once
+    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluations[final])

@@ -1,16 +1,13 @@
 """Atari: a vector environment for training, evaluation and videos."""
 
-import math
-import os
 import re
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
 from ale_py.vector_env import AtariVectorEnv
 
+from cleanrl_utils.device import available_cores
 from cleanrl_utils.errors import UserError
 
 MAX_FRAMES = 108_000  # 30 minutes at 60 frames/s, after which an episode is truncated (Machado et al., 2018)
@@ -24,7 +21,7 @@ class Step(NamedTuple):
 
     observation: np.ndarray  # uint8 (N, 4, 84, 84), newest frame last
     reward: np.ndarray  # int32 (N,), not clipped
-    terminated: np.ndarray  # bool (N,), a life was lost or the episode ended: the value of the observation is zero
+    terminated: np.ndarray  # bool (N,), a life was lost or the episode ended: no bootstrap from the observation
     truncated: np.ndarray  # bool (N,), the episode was cut off at 108,000 frames
     reset: np.ndarray  # bool (N,), the episode had ended: the action was ignored, the observation starts a new one
     episodes: list[tuple[int, int]]  # (return, length in steps) of each episode in `reset`, in the same order
@@ -39,11 +36,11 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
         use = "use {Game}NoFrameskip-v4 or ALE/{Game}-v5, e.g. PongNoFrameskip-v4"
-        raise UserError(f"--env-id {env_id!r} is no Atari environment that this script knows: {use}")
+        raise UserError(f"--env-id {env_id!r} is not a known Atari environment: {use}")
     try:
         rom = gym.spec(f"ALE/{match['v5'] or match['v4']}-v5").kwargs["game"]
     except gym.error.Error as error:
-        raise UserError(f"--env-id {env_id!r} is no single-player game: {error} `{LIST_GAMES}` lists all") from error
+        raise UserError(f"--env-id {env_id!r} is not a single-player game: {error} `{LIST_GAMES}` lists all") from error
     default = 0.25 if match["v5"] else 0.0
     sticky = default if repeat_action_probability is None else repeat_action_probability
     if not 0 <= sticky < 1:
@@ -51,22 +48,12 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
     return rom, sticky
 
 
-def available_cores() -> int:
-    """Return the number of CPU cores that this process may use, within its CPU quota and OMP_NUM_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # no quota ("max"), or no control groups of version 2
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        cores = min(cores, math.ceil(quota / period))
-    omp = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(omp)) if omp.isdecimal() and int(omp) > 0 else cores
-
-
 class AtariEnvs:
     """N environments of one game, emulated in C++ threads, with the preprocessing of Mnih et al. (2015).
 
     Frames are grayscale 84×84, the maximum of the last two; an action is repeated for 4 frames; 4 frames are stacked,
-    zeros before the first of an episode; up to 29 no-ops start an episode. A lost life is reported as ``terminated``
-    and the episode continues. FIRE replaces the first action of an episode and the first after a lost life, as in the
+    with zeros before the first frame; up to 29 no-ops start an episode. A lost life is reported as ``terminated`` and
+    the episode continues. FIRE replaces the first action of an episode and the first after a lost life, as in the
     wrappers that published agents were trained in: some agents would otherwise stand still in Breakout.
 
     Emulation overlaps with the caller's code between :meth:`send` and :meth:`recv`. An ended episode is reset in the
@@ -109,7 +96,7 @@ class AtariEnvs:
 
     def reset(self, seed: int | tuple[int, ...] | None = None) -> np.ndarray:
         """Start a new episode in every environment, with another ``seed`` if given; return uint8 (N, 4, 84, 84)."""
-        # Drawn from `seed`, so that the environments of seeds 1 and 2 share none, as consecutive numbers would.
+        # With consecutive numbers instead, runs with seeds 1 and 2 would have environments with the same seed.
         seeds = np.random.SeedSequence(self._seed if seed is None else seed).generate_state(self.num_envs)
         observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
         self._episode_start = info["frame_number"] - info["episode_frame_number"]
@@ -127,7 +114,7 @@ class AtariEnvs:
     def recv(self) -> Step:
         """Wait for the step that :meth:`send` started and return its result."""
         observation, reward, terminated, truncated, info = self._envs.recv()
-        # The difference of the two frame counters changes only at a reset. Lives do not tell: some games have none, and
+        # The difference of the two frame counters changes only at a reset. Some games have no lives, and
         # Q*bert continues for a moment with none left.
         episode_start = info["frame_number"] - info["episode_frame_number"]
         reset = episode_start != self._episode_start

@@ -5,8 +5,8 @@
 
 Both are zip files, which have a checksum for each member. A state holds JSON and the libraries' own formats
 (`torch.save`, flax's msgpack); a segment holds NumPy arrays. Loading runs no code. A file gets its name when all of it
-is on the disk, a state after its segments; files that no kept state refers to are deleted after that. So a kill at any
-instant leaves the checkpoint before or the new one. The newest two are kept.
+is on the disk, and a state is written after its segments. Then files that no kept state refers to are deleted. So a
+kill at any instant leaves the previous checkpoint or the new one. The newest two are kept.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Segment(NamedTuple):  # steps [low, high) of a replay buffer in a file, wh
 
 
 def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
-    """Return the flags of the command line, with ``--resume`` those of the run; a UserError if they contradict it."""
+    """Parse the command line; with ``--resume``, return the flags of the run. Raise a UserError if flags differ."""
     argv = sys.argv[1:] if argv is None else argv
     args = tyro.cli(args_class, args=argv)
     if args.resume is None:
@@ -75,7 +75,7 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
 
 
 class Checkpoint:
-    """The checkpoints of a run, and its stop by a signal. With `checkpoint_minutes` 0 there is neither.
+    """The checkpoints and signal handlers of a run. `checkpoint_minutes` 0 disables both.
 
     A checkpoint holds a dataclass of JSON values, *progress*; a dict of *modules*, which are PyTorch modules,
     optimizers and generators, NumPy generators, the TensorBoard :class:`Writer` and trees of JAX arrays; and a replay
@@ -159,7 +159,7 @@ class Checkpoint:
             self.exit_if_told()
 
     def exit_if_told(self) -> None:
-        """Exit with 128 + its number if a signal came. What was not saved before is done again when resuming."""
+        """Exit with 128 + its number if a signal came. A resumed run repeats unsaved work."""
         if self._signal:
             tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
             self.close()
@@ -182,7 +182,7 @@ class Checkpoint:
             self._lock = None
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._signal is None:  # a further signal changes nothing, least of all a checkpoint that is being written
+        if self._signal is None:  # further signals are ignored: one may arrive while a checkpoint is written
             self._signal = signal.Signals(number)
             # tqdm and print are not reentrant, and the signal may have interrupted one of them.
             with contextlib.suppress(OSError):
@@ -320,7 +320,7 @@ def dump(module: Any, name: str) -> bytes:
 
 
 def load(module: Any, data: bytes) -> Any:
-    """Restore the state that :func:`dump` serialised; return the module, of JAX a new tree."""
+    """Restore the state that :func:`dump` serialised; return the module, a new tree for JAX."""
     if isinstance(module, np.random.Generator):
         module.bit_generator.state = json.loads(data)
     elif isinstance(module, Writer):
@@ -351,7 +351,7 @@ def read_ring(array: Any, low: int, high: int) -> np.ndarray:
     """Return slots ``[low, high)`` of an array of PyTorch or JAX."""
     if hasattr(array, "cpu"):
         return array[low:high].cpu().numpy()
-    from jax.lax import dynamic_slice_in_dim  # compiled once for each number of slots; an index would be for each place
+    from jax.lax import dynamic_slice_in_dim  # compiled once per number of slots; an index compiles for each slot
 
     return np.asarray(dynamic_slice_in_dim(array, low, high - low))
 

@@ -37,9 +37,9 @@ def check_args(args: Any) -> Any:
                 raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}")
     if not re.fullmatch(r"[\w.+-]{1,100}", args.exp_name):
         found = f"--exp-name is {args.exp_name!r:.120}"
-        raise UserError(f"{found}; it names files: use up to 100 letters, digits, dots and dashes")
+        raise UserError(f"{found}; it names files: use up to 100 letters, digits and characters of _.+-")
     if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
-        raise UserError("--final-learning-rate is reached with λ, and --distill-coefficient 0 has no λ; leave one out")
+        raise UserError("--final-learning-rate is annealed with λ, which --distill-coefficient 0 disables; omit one")
     if args.upload_model and not args.save_model:
         raise UserError("--upload-model uploads the model of --save-model; give both")
     check_upload_possible(args)
@@ -54,18 +54,18 @@ def check_args(args: Any) -> Any:
     if problem := size_problem(fitting):
         raise UserError(problem)
     if fitting.num_envs < args.num_envs:
-        print(f"--num-envs is {fitting.num_envs} instead of {args.num_envs}: the sizes leave no room for more")
+        print(f"--num-envs is {fitting.num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
     return fitting
 
 
 def size_problem(args: Any) -> str | None:
-    """Return why the sizes leave no transition to sample or no update to make, or None if they leave some."""
+    """Return an error message if the sizes leave no transition to sample or no update, otherwise None."""
     needed = (STACK + args.n_step + 1) * args.num_envs  # a stack, an n-step return and one more step
     for name in ("teacher_steps", "buffer_size") if getattr(args, "offline_steps", 0) else ("buffer_size",):
         if getattr(args, name) // args.num_envs * args.num_envs < needed:
             with_flags = f"with --num-envs {args.num_envs} and --n-step {args.n_step}"
             return f"{flag(name)} is {getattr(args, name)}; it must be at least {needed} {with_flags}"
-    # The buffer is sampled from the first multiple of num_envs on that reaches learning_starts and holds a transition.
+    # Updates start at the first multiple of num_envs that reaches learning_starts and n_step + 1 steps per environment.
     first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
     last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
     if last and last // args.train_frequency <= first // args.train_frequency:
@@ -79,7 +79,7 @@ def size_problem(args: Any) -> str | None:
 def check_memory(args: Any, one_step: Any, device: Any) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
 
-    ``one_step`` are the arrays of one with a step of each environment. ``device`` is of PyTorch or JAX. The teacher's
+    ``one_step`` has the arrays of one with a step per environment. ``device`` is of PyTorch or JAX. The teacher's
     replay buffer and the student's never exist at once.
     """
     available, batch = available_memory(device), args.batch_size * ACTIVATION_BYTES

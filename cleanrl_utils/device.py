@@ -1,4 +1,4 @@
-"""Devices: which one computes and in which precision, its memory, CUDA graphs.
+"""Devices: selection, precision, memory, CUDA graphs.
 
 PyTorch and JAX are imported in the functions: neither is needed for the other's scripts.
 """
@@ -6,6 +6,7 @@ PyTorch and JAX are imported in the functions: neither is needed for the other's
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import re
 import resource
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from cleanrl_utils.atari import available_cores
 from cleanrl_utils.errors import UserError, user_errors
 
 if TYPE_CHECKING:
@@ -48,28 +48,38 @@ def available_memory(device: Any) -> int:
 
 def available_host_memory() -> int:
     """Return the bytes of memory that this process can still allocate, within its control groups and RLIMIT_AS."""
-    available = [psutil.virtual_memory().available, *cgroup_memory()]
+    available = [psutil.virtual_memory().available]
+    for limit, usage, *stat in control_groups("memory", "limit_in_bytes usage_in_bytes stat", "max current stat"):
+        if limit != "max":
+            # The page cache, for example of a checkpoint that was just written, makes room on demand.
+            cached = dict(zip(stat[::2], stat[1::2], strict=True)).get("inactive_file", 0)
+            available.append(int(limit) - int(usage) + int(cached))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         available.append(limit - psutil.Process().memory_info().vms)
     return min(available)
 
 
-def cgroup_memory() -> Iterator[int]:
-    """Yield the bytes left in each memory control group, of version 1 or 2, that this process belongs to."""
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use, within its CPU quota and OMP_NUM_THREADS."""
+    cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    for quota, period in control_groups("cpu", "cfs_quota_us cfs_period_us", "max"):
+        if quota.isdecimal():  # not "max" or -1
+            cores.append(math.ceil(int(quota) / int(period)))
+    omp = os.environ.get("OMP_NUM_THREADS", "")
+    return min(*cores, int(omp) if omp.isdecimal() and int(omp) > 0 else cores[0])
+
+
+def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[list[str]]:
+    """Yield the words in these files of each control group that this process belongs to, from its own to the root."""
     groups = Path("/proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
-        root, *names = CGROUP, "memory.max", "memory.current"
-        if "memory" in controllers.split(","):  # version 1
-            root, *names = CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        root, names = (CGROUP / controller, version_1) if controller in controllers.split(",") else (CGROUP, version_2)
         group = root / path.strip("/")
         for directory in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # without such a file, or "max"
-                limit, usage = (int((directory / name).read_text()) for name in names)
-                # The page cache, for example of a checkpoint that was just written, makes room on demand.
-                cached = re.search(r"^inactive_file (\d+)$", (directory / "memory.stat").read_text(), re.MULTILINE)
-                yield limit - usage + (int(cached[1]) if cached else 0)
+            with contextlib.suppress(OSError):  # a group without limits has no such files
+                yield " ".join((directory / f"{controller}.{name}").read_text() for name in names.split()).split()
             if directory == root:
                 break
 
@@ -106,8 +116,8 @@ def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.au
 class CudaGraph:
     """A function that a GPU runs as one CUDA graph instead of hundreds of kernels that Python launches one by one.
 
-    The first calls run eagerly, since libraries initialise themselves in them; the next is captured, and then the graph
-    is replayed, with the same results, random numbers of ``generator`` included. The function gets its arguments as
+    The first calls run eagerly, as libraries initialise themselves in them. The next call is captured, and later ones
+    replay the graph, with the same results and random numbers of ``generator``. The function gets its arguments as
     tensors, must not synchronise with the GPU, and returns tensors that later calls overwrite.
     """
 
@@ -168,6 +178,7 @@ def pick_jax_device(bf16: bool) -> Any:
     # The replay buffer of default size is one array of 7 GB, for which the usual 75 % of a 12 GB card leave no room.
     if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # the newer name; JAX refuses both at once
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+    os.environ.setdefault("NPROC", str(available_cores()))  # XLA's threads on a CPU
     # On a CPU another thread would compute on the same cores, and the hand-over takes time.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu to compute on the CPU"):

@@ -15,7 +15,7 @@ class UserError(Exception):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a :class:`UserError`, a full disk and Ctrl-C as one line on stderr and exit with 2, 1 and 130."""
+    """Print a :class:`UserError`, a full disk or limit of threads, and Ctrl-C as one line; exit with 2, 1 and 130."""
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the shell's 2>&-)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the output contains "±", which some encodings lack
@@ -30,12 +30,14 @@ def one_line_errors() -> Iterator[None]:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would fail again when it flushes stdout at the end
         sys.exit(141)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except (OSError, RuntimeError) as error:
+        if str(error) in ("can't start new thread", os.strerror(errno.EAGAIN)):  # of Python and of ALE
+            problem = "a thread could not be started; raise the limit of processes that `ulimit -u` shows"
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            problem = f"{error.filename or 'a log'} could not be written ({error.strerror}); make room and `--resume`"
+        else:
             raise
-        what = error.filename or "a log file"
-        remedy = "make room; `--resume` continues a run that has a checkpoint"
-        print(f"error: {what} could not be written ({error.strerror}); {remedy}", file=sys.stderr, flush=True)
+        print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

@@ -38,8 +38,8 @@ def play_episodes(
 ) -> list[float]:
     """Play whole episodes ε-greedily, print the mean of their unclipped returns, and return them.
 
-    Each episode has an environment of its own and counts whenever it ends. If the first ``episodes`` to end counted
-    instead, short episodes would be over-represented. The same seed gives the same episodes.
+    Each episode has an environment of its own and counts whenever it ends. Counting the first ``episodes`` to end would
+    over-represent short episodes. The same seed gives the same episodes.
 
     Args:
         name: the name of the evaluation, for the output and the video.
@@ -67,7 +67,7 @@ def play_episodes(
                 if q_function is None:
                     action[playing] = rng.integers(0, envs.num_actions, playing.sum())
                 else:
-                    # JAX compiles for each batch size, so that the batch is padded to 1, 2, 4, 8, 16, 24, … of them.
+                    # JAX compiles for each batch size, so the batch is padded to 1, 2, 4, 8, 16, 24, … observations.
                     rows = np.flatnonzero(playing)
                     size = -(-len(rows) // 8) * 8 if len(rows) > 4 else 1 << (len(rows) - 1).bit_length()
                     q_values = np.asarray(q_function(observation[np.resize(rows, size)]))[: len(rows)]
@@ -81,15 +81,14 @@ def play_episodes(
             returns.extend(ended.tolist())
     tqdm.write(f"{name}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes")
     if args.capture_video and q_function is not None:
-        path = video_dir(run_dir) / f"{name.replace(' ', '-')}.mp4"
-        film_episode(q_function, path, args, between, temperature)
+        film_episode(q_function, video_dir(run_dir) / f"{name.replace(' ', '-')}.mp4", args, between, temperature)
     return returns
 
 
 def film_episode(
     q_function: QFunction, path: Path, args: Any, between: Callable[[], None] = lambda: None, temperature: float = 0.0
 ) -> float:
-    """Play one episode, film it to the mp4 file ``path``, or warn if it can't be written, and return its return."""
+    """Play one episode, film it to the mp4 file ``path`` and return its return; warn if it can't be written."""
     from imageio import get_writer
 
     rng = np.random.default_rng(args.seed)
@@ -111,7 +110,7 @@ def film_episode(
 
 
 def print_summary(args: Any, run_dir: Path, evaluations: dict[str, list[float]], distill_coefficient: float) -> None:
-    """Print a table of all evaluations, λ at the end of the run, and commands to go on with.
+    """Print a table of all evaluations, λ at the end of the run, and the next commands.
 
     Returns are mean ± standard deviation, and normalised to random policy = 0 % and teacher = 100 %.
     """
@@ -124,7 +123,7 @@ def print_summary(args: Any, run_dir: Path, evaluations: dict[str, list[float]],
         share = f"{(np.mean(returns) - random) / (teacher - random):.0%}" if teacher > random else "-"
         print(f"  {label:<26}{np.mean(returns):8.1f} ± {np.std(returns):5.1f}{share:>10}")
     if "online" in evaluations:
-        print(f"  λ, the weight of the teacher: from {args.distill_coefficient:g} to {distill_coefficient:.2f}")
+        print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
     print(f"\ncurves:              tensorboard --logdir {run_dir.parent}")
     script = os.path.relpath(script_of(args))
     game = ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space]

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def strongest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The maximum of each window, and its place in it, int8, 0 to 8 in reading order; the first where there are two."""
+    """Compute the maximum of each window and its place, int8, 0 to 8 row by row; the first of equal maxima."""
     rows, columns = (x.shape[1] + 1) // 2, (x.shape[2] + 1) // 2
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
     windows = [x[:, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2] for i in range(3) for j in range(3)]
@@ -19,7 +19,7 @@ def strongest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @jax.custom_vjp
 def max_pool(x: jax.Array) -> jax.Array:
-    """3×3 maximum with stride 2 and a pixel of padding on every side: (B, H, W, C) → (B, ⌈H/2⌉, ⌈W/2⌉, C).
+    """Max-pool with 3×3 windows, stride 2 and a pixel of padding on every side: (B, H, W, C) → (B, ⌈H/2⌉, ⌈W/2⌉, C).
 
     The same as ``flax.linen.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))``, also in that the first of several maxima
     gets the gradient.
@@ -41,7 +41,7 @@ def max_pool_backward(residual: tuple[jax.Array, np.ndarray], gradient: jax.Arra
     gradient = jnp.pad(gradient, ((0, 0), (0, 1), (0, 1), (0, 0)))
 
     def given(k: int, i: int, j: int) -> jax.Array:
-        """What the window i rows and j columns further gives to the pixel at its place k."""
+        """Return the gradient from the window i rows and j columns further to the pixel at its place k."""
         window = slice(None), slice(i, i + rows), slice(j, j + columns)
         return jnp.where(place[window] == k, gradient[window], 0)
 

@@ -38,8 +38,7 @@ def video_dir(run_dir: Path) -> Path:
 
 def make_run_dir(args: Any) -> Path:
     """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
-    what = f"a run directory can't be made in {Path('runs').absolute()}"
-    with user_errors(what, "start from a folder that you may write to", OSError):
+    with user_errors(f"a run directory can't be made in {Path('runs').absolute()}", "use another folder", OSError):
         Path("runs").mkdir(exist_ok=True)
         for started in itertools.count(int(time.time())):  # the next free second, if the name is taken
             run_dir = Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{started}"

@@ -289,7 +289,7 @@ def test_every_rom_has_both_spellings() -> None:
         assert parse_env_id(f"{name}NoFrameskip-v4") == (rom, 0.0)
         assert parse_env_id(f"ALE/{name}-v5", 0.0) == (rom, 0.0)
     for rom in MULTIPLAYER:
-        with pytest.raises(UserError, match="is no single-player game"):
+        with pytest.raises(UserError, match="is not a single-player game"):
             parse_env_id(f"ALE/{rom.title().replace('_', '')}-v5")
 
 
@@ -315,7 +315,7 @@ def test_impossible_sticky_actions(sticky: float) -> None:
         ("pongNoFrameskip-v4", "Did you mean: `Pong`?"),
         ("ALE/space_invaders-v5", "Did you mean: `SpaceInvaders`?"),
         ("ALE/Xyzzy-v5", f"`{LIST_GAMES}` lists all"),
-        ("CartPole-v1", "is no Atari environment"),
+        ("CartPole-v1", "is not a known Atari environment"),
         ("Pong-v4", "PongNoFrameskip-v4"),
         ("PongNoFrameskip-v4\n", "PongNoFrameskip-v4"),
         ("", "PongNoFrameskip-v4"),

@@ -179,7 +179,7 @@ def test_summary(full_run: FinishedRun) -> None:
         "after 100 offline updates": pytest.approx(offline[100], abs=0.06),
         f"after {FULL_STEPS:,} online steps": pytest.approx(scalars["eval/episodic_return"][0][1], abs=0.06),
     }
-    assert re.search(r"^  λ, the weight of the teacher: from 2 to [012]\.\d\d$", summary, re.MULTILINE)
+    assert re.search(r"^  λ, the weight of the distillation loss: 2 to [012]\.\d\d$", summary, re.MULTILINE)
     models = re.findall(r"--(?:hf-repository|teacher-policy-hf-repo) (\S+) .*--repeat-action-probability 0.25", summary)
     assert [full_run.folder / model for model in models] == [full_run.run_dir / f"{full_run.script}.cleanrl_model"] * 2
 

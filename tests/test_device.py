@@ -21,8 +21,8 @@ import pytest
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 
-from cleanrl_utils import device
-from cleanrl_utils.atari import available_cores  # before a fixture replaces it
+from cleanrl_utils import device, errors
+from cleanrl_utils.device import available_cores  # before a fixture replaces it
 from cleanrl_utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,12 +171,48 @@ def test_throughput(tmp_path: Path) -> None:
     assert all(float(speed) > 0 for _, speed in rows)
 
 
-@pytest.mark.parametrize(("omp", "least"), [("1", 1), ("", 2), ("many", 2)])
-def test_cores_within_omp_num_threads(omp: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", omp)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
-    assert available_cores() <= least
-    assert (omp == "1") == (available_cores() == 1)
+def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tightest limit counts: of the affinity, the CPU quotas around the process, or OMP_NUM_THREADS."""
+    groups = tmp_path / "groups"
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
+    monkeypatch.setattr(device, "Path", lambda path: groups)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert available_cores() == 16  # without control groups
+    groups.write_text("5:cpu,cpuacct:/user/job\n0::/slice/job\n")
+    for directory, files, cores in [
+        ("slice/job", {"cpu.max": "max 100000\n"}, 16),
+        ("slice", {"cpu.max": "1250000 100000\n"}, 13),
+        ("slice/job", {"cpu.max": "1100000 100000\n"}, 11),
+        ("cpu/user/job", {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 11),
+        ("cpu/user", {"cpu.cfs_quota_us": "450000\n", "cpu.cfs_period_us": "50000\n"}, 9),
+    ]:
+        (tmp_path / directory).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (tmp_path / directory / name).write_text(text)
+        assert available_cores() == cores
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert available_cores() == 3
+
+
+def test_threads_of_jax() -> None:
+    """XLA computes with as many threads as :func:`available_cores` returns."""
+    code = "from cleanrl_utils import device\ndevice.available_cores = lambda: 5\ndevice.pick_jax_device(True)\n"
+    code += "import jax; jax.numpy.ones((500, 500)) @ jax.numpy.ones((500, 500))\n"
+    code += "names = [file.read_text() for file in device.Path('/proc/self/task').glob('*/comm')]\n"
+    code += "print(names.count('tf_XLAEigen\\n'))"
+    environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout.endswith("\n5\n"), run.stderr
+
+
+def test_limit_of_threads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for message in ("can't start new thread", "Resource temporarily unavailable"):  # Python's and ALE's
+        with pytest.raises(SystemExit, match="1"), errors.one_line_errors():
+            raise RuntimeError(message)
+        assert re.fullmatch("error: [^\n]*thread[^\n]*ulimit -u[^\n]*\n", capsys.readouterr().err)
+    with pytest.raises(RuntimeError, match="other"), errors.one_line_errors():
+        raise RuntimeError("other")
 
 
 def test_closed_stderr_is_no_error() -> None:
