@@ -11,17 +11,13 @@ from typing import Any
 import dqn_atari
 import dqn_atari_jax
 import flax.linen as nn
-import gymnasium as gym
 import jax
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from ale_py.env import AtariEnv
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from cleanrl_utils.atari import FRAME_SKIP, MAX_FRAMES, NOOP_MAX, parse_env_id
 
 REPO = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "KlaxNoFrameskip-v4", 18  # with any policy, an episode of Klax ends after a few hundred steps
@@ -162,43 +158,12 @@ def float64() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
 
 
-def make_wrapped_env(env_id: str, repeat_action_probability: float | None = None) -> gym.Env:
-    """Make one environment in the Atari wrappers of stable-baselines3, the oracle for ``AtariEnvs``.
-
-    Observations are uint8 (4, 84, 84) and rewards are not clipped. An episode ends with a life; ``reset`` then
-    continues the game until ``env.unwrapped.ale.game_over()``.
-    """
-    from stable_baselines3.common import atari_wrappers as sb3
-
-    rom, sticky = parse_env_id(env_id, repeat_action_probability)
-    options = {"repeat_action_probability": sticky, "max_num_frames_per_episode": MAX_FRAMES}
-    env = AtariEnv(rom, frameskip=1, **options)
-    meanings = env.get_action_meanings()
-    has_noop = meanings[0] == "NOOP"  # Backgammon and Video Checkers have none, and these wrappers need it
-    if has_noop:
-        env = sb3.NoopResetEnv(env, NOOP_MAX)
-    env = sb3.MaxAndSkipEnv(env, FRAME_SKIP)
-    env = sb3.EpisodicLifeEnv(env)
-    if has_noop and "FIRE" in meanings:
-        env = sb3.FireResetEnv(env)
-    env = gym.wrappers.ReshapeObservation(sb3.WarpFrame(env), (84, 84))
-    return gym.wrappers.FrameStackObservation(env, 4)
-
-
-def qdagger_losses(
-    q_network: torch.nn.Module,
-    target_network: torch.nn.Module,
-    batch: Any,
-    distill_coefficient: float,
-    temperature: float,
-) -> Any:
-    """Compute the losses of the PyTorch script with its own TD target."""
-    y = qdagger.td_target(target_network, batch)
-    return qdagger.qdagger_loss(q_network, y, batch, distill_coefficient, temperature)
+def qdagger_losses(q_network: Any, target_network: Any, batch: Any, *coefficients: float) -> Any:
+    """Compute the losses of the PyTorch script with its own TD target; the coefficients are λ and the temperature."""
+    return qdagger.qdagger_loss(q_network, qdagger.td_target(target_network, batch), batch, *coefficients)
 
 
 def qdagger_jax_losses(params: Any, target_params: Any, batch: Any, *coefficients: float, apply: Any) -> Any:
-    """Compute loss and losses of the JAX script with its own TD target."""
-    return qdagger_jax.qdagger_loss(
-        params, qdagger_jax.td_target(target_params, batch, apply), batch, *coefficients, apply
-    )
+    """Compute loss and losses of the JAX script in the same way."""
+    y = qdagger_jax.td_target(target_params, batch, apply)
+    return qdagger_jax.qdagger_loss(params, y, batch, *coefficients, apply)

@@ -13,7 +13,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import NETWORKS, qdagger_jax_losses, qdagger_losses
+from helpers import NETWORKS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -262,25 +262,18 @@ def test_transitions_are_those_of_the_oracle(script: Any, case: tuple) -> None:
 
 
 @every_script
-def test_truncation_bootstraps_from_the_final_observation(script: Any) -> None:
-    """The episode has frames 0 to 4, and frame 5 is the first of the next. Written out without the oracle."""
-    rollout = scripted(script, 32, 3, [[STEP, STEP, STEP, CUT] + [STEP] * 8])
-    batch = rollout.buffer.batch(np.array([1, 2, 3, 5]), np.zeros(4, np.int64))
-    assert [step_and_env(x)[0] for x in batch.bootstrap_observation] == [4, 4, 4, 8]
-    assert batch.bootstrap_discount.tolist() == [0.5**3, 0.5**2, 0.5, 0.5**3]
-    assert steps_of(batch.bootstrap_observation[2]) == [1, 2, 3, 4]
-    assert steps_of(batch.observation[0]) == [None, None, 0, 1]
-
-
-@every_script
-@pytest.mark.parametrize("event", [LIFE, END, END_AND_CUT])
-def test_termination_does_not_bootstrap(script: Any, event: str) -> None:
-    """Rewards and values after a lost life or the end of an episode do not count; those before it do."""
+@pytest.mark.parametrize("event", [CUT, LIFE, END, END_AND_CUT])
+def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(script: Any, event: str) -> None:
+    """The event is in step 3, and rewards after it do not count. Written out without the oracle."""
     rollout = scripted(script, 32, 3, [[STEP, STEP, STEP, event] + [STEP] * 8])
-    batch = rollout.buffer.batch(np.arange(4), np.zeros(4, np.int64))
-    assert batch.bootstrap_discount.tolist() == [0.5**3, 0, 0, 0]
+    batch = rollout.buffer.batch(np.array([0, 1, 2, 3, 5]), np.zeros(5, np.int64))
+    discounts = [0.5**3, 0.5**2, 0.5] if event == CUT else [0, 0, 0]
+    assert batch.bootstrap_discount.tolist() == [0.5**3, *discounts, 0.5**3]
+    assert list(map(step_and_env, batch.bootstrap_observation)) == [(t, 0) for t in (3, 4, 4, 4, 8)]
+    assert steps_of(batch.bootstrap_observation[2]) == [1, 2, 3, 4]
+    assert steps_of(batch.observation[1]) == [None, None, 0, 1]
     rewards = np.clip(rollout.episodes[0][0].rewards[:4], -1, 1)
-    assert batch.n_step_return[1:].tolist() == [rewards[1:] @ [1, 0.5, 0.25], rewards[2:] @ [1, 0.5], rewards[3]]
+    assert batch.n_step_return[1:4].tolist() == [rewards[1:] @ [1, 0.5, 0.25], rewards[2:] @ [1, 0.5], rewards[3]]
 
 
 @every_script
@@ -326,30 +319,14 @@ def test_sampling_is_uniform(script: Any, n_step: int) -> None:
 
 
 @every_script
-def test_samples_without_a_valid_candidate_have_no_td_error(script: Any) -> None:
-    """Each step is the last before a stop. The final observations have a distillation loss all the same."""
+def test_samples_without_a_valid_candidate_are_not_valid(script: Any) -> None:
+    """Each step is the last before a stop. test_update.py and test_jax.py check the losses of such samples."""
     rollout = scripted(script, 6, 1, [[STEP, RESUME] * 3])
     batch = rollout.buffer.sample()
     sampled = [step_and_env(observation) for observation in batch.observation]
     assert set(sampled) == {(0, 0), (1, 0)}
+    assert not batch.valid.any()
     rollout.check(batch, sampled)
-
-    def q_function(scale: float, observation: Any) -> Any:
-        return scale * observation[:, -1, 0, :NUM_ACTIONS] / 255 + scale
-
-    loss = script.qdagger_loss if rollout.buffer.distills else script.dqn_loss
-    coefficients = (1.0, 0.5) if rollout.buffer.distills else ()
-    if rollout.buffer.torch:
-        networks = [lambda x, scale=scale: q_function(scale, x) for scale in (1.0, 2.0)]
-        loss = qdagger_losses if rollout.buffer.distills else loss
-        losses = loss(*networks, type(batch)(*map(torch.as_tensor, batch)), *coefficients)
-    else:
-        loss = qdagger_jax_losses if rollout.buffer.distills else loss
-        losses = loss(1.0, 2.0, batch, *coefficients, apply=q_function)[1]
-    assert losses.td_loss == 0
-    if rollout.buffer.distills:
-        assert losses.distill_loss > 0.1
-        assert losses.loss == losses.distill_loss
 
 
 # ==================== sizes and windows ====================
@@ -386,13 +363,7 @@ def test_shortest_ring_allowed_can_be_sampled(n_step: int, num_envs: int) -> Non
     assert all(len(window_of(steps, length, n_step)) >= 2 for steps in range(n_step + 2, 4 * length))
 
 
-@given(
-    total=st.integers(1, 200),
-    starts=st.integers(0, 200),
-    every=st.integers(1, 50),
-    num_envs=st.integers(1, 16),
-    n_step=st.integers(1, 5),
-)
+@given(st.integers(1, 200), st.integers(0, 200), st.integers(1, 50), st.integers(1, 16), st.integers(1, 5))
 def test_runs_without_an_update_are_refused(total: int, starts: int, every: int, num_envs: int, n_step: int) -> None:
     """All other runs are allowed. Updates are counted as in the online loop."""
     flags = {"total_timesteps": total, "learning_starts": starts, "train_frequency": every}
@@ -423,14 +394,17 @@ def test_emulated_observations_come_back(script: Any, monkeypatch: pytest.Monkey
             buffer.add(observation, action, result, np.zeros((num_envs, NUM_ACTIONS), np.float32))
             observations.append(observation.copy()), actions.append(action.copy()), results.append(result)
             observation = result.observation
-    steps = [(t, env) for t in range(300 - length + 3, 299) for env in range(num_envs) if not results[t].reset[env]]
-    assert len(steps) < num_envs * (length - 4)  # without final observations
-    assert any(results[t].truncated[env] for t, env in steps)
-    batch = buffer.batch(*np.array(steps).T)
+    observations, actions = np.array(observations), np.array(actions)
+    reward, terminated, truncated, reset = map(np.array, list(zip(*results, strict=True))[1:5])
+    first = 300 - length + 3
+    t, env = np.nonzero(~reset[first:299])  # without final observations
+    t += first
+    assert len(t) < num_envs * (length - 4)
+    assert truncated[t, env].any()
+    batch = buffer.batch(t, env)
     assert batch.valid.all()
-    for i, (t, env) in enumerate(steps):
-        np.testing.assert_array_equal(batch.observation[i], observations[t][env], f"step {t}, env {env}")
-        np.testing.assert_array_equal(batch.bootstrap_observation[i], observations[t + 1][env], f"step {t}, env {env}")
-        assert batch.action[i] == actions[t][env]
-        assert batch.n_step_return[i] == np.clip(results[t].reward[env], -1, 1)
-        assert batch.bootstrap_discount[i] == (0 if results[t].terminated[env] else np.float32(0.99))
+    np.testing.assert_array_equal(batch.observation, observations[t, env])
+    np.testing.assert_array_equal(batch.bootstrap_observation, observations[t + 1, env])
+    np.testing.assert_array_equal(batch.action, actions[t, env])
+    np.testing.assert_array_equal(batch.n_step_return, np.clip(reward[t, env], -1, 1))
+    np.testing.assert_array_equal(batch.bootstrap_discount, np.where(terminated[t, env], 0, np.float32(0.99)))

@@ -12,7 +12,7 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from helpers import NETWORKS, SmallNetwork
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleanrl_utils import evaluation
@@ -34,31 +34,22 @@ def anneal(script: Any, recent: list[float], teacher: float, random: float, coef
 
 
 @every_qdagger
-@given(st.lists(returns, max_size=30), returns, returns, coefficients)
-def test_lambda_is_finite_and_between_0_and_the_coefficient(
-    script: Any, recent: list[float], teacher: float, random: float, coefficient: float
-) -> None:
-    """With fewer than 10 episodes it is the coefficient."""
-    result = anneal(script, recent, teacher, random, coefficient)
-    assert math.isfinite(result)
-    assert 0 <= result <= coefficient
-    assert len(recent) >= 10 or result == coefficient
-
-
-@every_qdagger
-@given(ten_or_more, returns, returns, coefficients)
+@settings(max_examples=200)
+@given(st.lists(returns, max_size=30) | ten_or_more, returns, returns, coefficients)
 def test_lambda_is_the_formula(
     script: Any, recent: list[float], teacher: float, random: float, coefficient: float
 ) -> None:
     """λ = distill_coefficient · clip((G_T − G) / (G_T − G_random), 0, 1), G over the last 10 episodes.
 
-    Divisors in which the difference is hardly more than rounding are left out.
+    With fewer than 10 it is the coefficient. Where the divisor is hardly more than rounding, only the bounds are known.
     """
-    if teacher - random < 1e-3:
-        return
-    share = (teacher - math.fsum(recent[-10:]) / 10) / (teacher - random)
-    expected = coefficient * min(max(share, 0.0), 1.0)
-    assert anneal(script, recent, teacher, random, coefficient) == pytest.approx(expected, rel=1e-6, abs=1e-5)
+    found = anneal(script, recent, teacher, random, coefficient)
+    assert 0 <= found <= coefficient
+    if len(recent) < 10:
+        assert found == coefficient
+    elif teacher - random >= 1e-3:
+        share = (teacher - math.fsum(recent[-10:]) / 10) / (teacher - random)
+        assert found == pytest.approx(coefficient * min(max(share, 0.0), 1.0), rel=1e-6, abs=1e-5)
 
 
 @every_qdagger
@@ -84,29 +75,27 @@ def test_lambda_with_a_teacher_no_better_than_the_random_policy(
 # ==================== learning rate ====================
 
 
-@given(
-    update=st.integers(0, 100),
-    share=st.floats(0, 1),
-    coefficient=st.floats(0.1, 10),
-    rate=rates,
-    online=st.none() | rates,
-    final=st.none() | rates,
-    warmup=st.integers(0, 30),
+schedule_flags = st.builds(
+    dict,
+    learning_rate=rates,
+    online_learning_rate=st.none() | rates,
+    final_learning_rate=st.none() | rates,
+    warmup_updates=st.integers(0, 30),
     offline_steps=st.integers(0, 60),
+    distill_coefficient=st.floats(0.1, 10),
 )
-def test_learning_rate_is_the_formula_in_both_scripts(
-    update: int, share: float, coefficient: float, rate: float, online: float | None, final: float | None, warmup: int,
-    offline_steps: int,
-) -> None:  # fmt: skip
+
+
+@given(st.integers(0, 100), st.floats(0, 1), schedule_flags)
+def test_learning_rate_is_the_formula_in_both_scripts(update: int, share: float, flags: dict[str, Any]) -> None:
     """Linear warmup; linear over the offline phase to the online rate; online with λ to the final rate."""
-    flags = {"learning_rate": rate, "online_learning_rate": online, "final_learning_rate": final}
-    flags |= {"warmup_updates": warmup, "offline_steps": offline_steps, "distill_coefficient": coefficient}
-    distill_coefficient = share * coefficient if update >= offline_steps else coefficient
-    target = rate if online is None else online
-    if final is not None and update >= offline_steps:
-        target = final + share * (target - final)
-    progress = min(update / offline_steps, 1) if offline_steps else 1
-    expected = (rate + progress * (target - rate)) * (min((update + 1) / warmup, 1) if warmup else 1)
+    args, online = qdagger.Args(**flags), update >= flags["offline_steps"]
+    target = args.learning_rate if args.online_learning_rate is None else args.online_learning_rate
+    if args.final_learning_rate is not None and online:
+        target = args.final_learning_rate + share * (target - args.final_learning_rate)
+    expected = target if online else args.learning_rate + update / args.offline_steps * (target - args.learning_rate)
+    expected *= min((update + 1) / args.warmup_updates, 1) if args.warmup_updates else 1
+    distill_coefficient = (share if online else 1) * args.distill_coefficient
     for script in (qdagger, qdagger_jax):
         found = script.learning_rate_at(update, distill_coefficient, script.Args(**flags))
         assert found == pytest.approx(expected, rel=1e-9)

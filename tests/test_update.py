@@ -177,12 +177,12 @@ def test_bfloat16(network_class: type[torch.nn.Module]) -> None:
 # ==================== loss ====================
 
 
-@settings(max_examples=200)
+@settings(max_examples=250)
 @given(
     seed=st.integers(0, 2**32 - 1),
     size=st.integers(1, 9),
     num_actions=st.integers(2, 18),
-    scale=st.sampled_from([1e-3, 0.1, 1.0, 20.0]),
+    scale=st.sampled_from([1e-3, 0.1, 1.0, 20.0, 1e4]),  # at 1e4 softmaxes underflow, where 0 · log 0 is 0
     coefficient=st.sampled_from([0.0, 0.3, 1.0]),
     temperature=st.sampled_from([0.1, 1.0, 3.0]),
 )
@@ -225,18 +225,6 @@ def test_loss_and_its_gradient(
     expected[state] = reference.gradient(q[state])
     np.testing.assert_allclose(table.q_values.grad.numpy(), expected, rtol=1e-8, atol=1e-12)
     assert target_table.q_values.grad is None
-
-
-def test_extreme_q_values_give_a_finite_loss() -> None:
-    """Softmaxes underflow to zero, where 0 · log 0 is 0 and not NaN."""
-    table = Table(np.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]]))
-    zeros, state = torch.zeros(2, dtype=torch.float64), torch.arange(2)
-    teacher_q = torch.tensor([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]], dtype=torch.float64)
-    batch = qdagger.Batch(state, torch.tensor([0, 1]), zeros, state, zeros, teacher_q, torch.ones(2, dtype=torch.bool))
-    losses = qdagger_losses(table, table, batch, 1.0, 0.1)
-    losses.loss.backward()
-    assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)  # 5e3 / 0.1 in the first row, 0 in the second
-    assert torch.isfinite(table.q_values.grad).all()
 
 
 def test_gradient_of_every_parameter() -> None:

@@ -6,11 +6,10 @@ The copies lie outside of the repository. Episodes are truncated after 100 steps
 import importlib.util
 import io
 import itertools
-import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -56,18 +55,6 @@ def import_copy(path: Path) -> ModuleType:
     return module
 
 
-def sending_sigterm(add: Callable, calls: int) -> Callable:
-    """Return `Replay.add` that sends SIGTERM to this process after so many calls."""
-    count = itertools.count(1)
-
-    def add_and_send(*args: object) -> None:
-        add(*args)
-        if next(count) == calls:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return add_and_send
-
-
 @pytest.fixture(scope="module", autouse=True)
 def short_episodes() -> Iterator[None]:
     """Truncate episodes after 100 steps."""
@@ -89,11 +76,17 @@ def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     copy = import_copy(path)
     flags = f"{SIZES} --env-id {GAME} --teacher-policy-hf-repo {write_teacher(folder / 'teacher')} "
     flags += "--teacher-model-exp-name dqn_atari"
+    add, calls = copy.Replay.add, itertools.count(1)
+
+    def add_and_stop(*args: object) -> None:
+        add(*args)
+        if next(calls) == 30 + 20:  # 30 are of the teacher data, and 10 precede the first online update
+            signal.raise_signal(signal.SIGTERM)
+
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
         patch.chdir(folder)
         with pytest.MonkeyPatch.context() as stop:
-            # 30 calls are of the teacher data, and 10 precede the first online update.
-            stop.setattr(copy.Replay, "add", sending_sigterm(copy.Replay.add, 30 + 20))
+            stop.setattr(copy.Replay, "add", add_and_stop)
             with pytest.raises(SystemExit) as stopped:
                 copy.main(parse_args(copy.Args, flags.split()))
         assert stopped.value.code == 128 + signal.SIGTERM
