@@ -322,6 +322,8 @@ def main(args: Args) -> None:
         if progress.step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
+        else:
+            checkpoint.save(progress, modules)  # a full disk is found now
         update = make_update((q_network, target_network), optimizer, replay, autocast, args)
         losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
         observation = torch.as_tensor(envs.reset((args.seed, progress.step)), device=device)

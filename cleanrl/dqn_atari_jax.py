@@ -326,6 +326,8 @@ def main(args: Args) -> None:
         if progress.step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
+        else:
+            checkpoint.save(progress, modules)  # a full disk is found now
         losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
         observation = envs.reset((args.seed, progress.step))
         bar = writer.progress_bar("training", range(progress.step, args.total_timesteps, args.num_envs))

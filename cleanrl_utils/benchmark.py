@@ -17,7 +17,7 @@ from typing import Literal
 
 import tyro
 
-from cleanrl_utils.errors import UserError, flag, one_line_errors
+from cleanrl_utils.errors import UserError, flag, one_line_errors, user_errors
 from cleanrl_utils.jobs import LOGS, Job, run_locally
 from cleanrl_utils.slurm import submit
 
@@ -64,14 +64,11 @@ def make_jobs(args: Args) -> list[Job]:
         raise UserError("--env-ids is empty; give one environment id or more, such as PongNoFrameskip-v4")
     if args.cluster == "local" and (args.slurm_partition or args.slurm_account or args.slurm_mem_gb):
         raise UserError("--slurm-partition, --slurm-account and --slurm-mem-gb need --cluster slurm; add it")
-    try:
+    with user_errors(f"--command {args.command!r} cannot be parsed", "close its quotes", ValueError):
         words = shlex.split(args.command)
-    except ValueError as error:
-        raise UserError(f"--command {args.command!r} cannot be parsed ({error}); close its quotes") from error
     script = next((word for word in words if word.endswith(".py")), "")
     if not Path(script).is_file():
-        found = f"--command {args.command!r} names no script in {Path.cwd()}"
-        raise UserError(f'{found}; write it like "python cleanrl/dqn_atari.py"')
+        raise UserError(f'--command names no script in {Path.cwd()}; write "python cleanrl/dqn_atari.py"')
     if not shutil.which(words[0]):
         raise UserError(f'--command: {words[0]} is not a program; write "python {script}"')
     jobs = []
@@ -106,11 +103,7 @@ def main() -> None:
         LOGS.mkdir(exist_ok=True)
         for job in jobs:
             job.read_state()
-        code = 0
-        if args.cluster == "local":
-            code = run_locally(jobs, args.workers)
-        else:
-            submit(jobs, args)
+        code = run_locally(jobs, args.workers) if args.cluster == "local" else submit(jobs, args)
         print_table(jobs)
         if any(job.state != "finished" for job in jobs):
             print("the same command again skips finished runs and resumes or submits the others")

@@ -24,10 +24,11 @@ import weakref
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
 
 import numpy as np
+import typeguard
 import tyro
 from tqdm import tqdm
 
@@ -64,12 +65,13 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     with user_errors(f"--resume {args.resume}: the flags do not fit this script", USE_THE_SAME):
         if flags.keys() != vars(args).keys():
             raise ValueError("there are other flags now")
+        check_types(flags, args_class)
         # Now every difference was given on the command line.
         args = check_args(tyro.cli(args_class, default=args_class(**flags), args=argv))
     may_change = MAY_CHANGE.split() + ["buffer_size"] * (state["progress"].get("online_step") == 0)  # not yet made
     for name, was in flags.items():
         if getattr(args, name) != was and name not in may_change:
-            found = f"{flag(name)} is {getattr(args, name)} and {args.resume} was started with {was}"
+            found = f"{flag(name)} is {getattr(args, name)} and {args.resume} was started with {was!r:.60}"
             raise UserError(f"{found}; leave the flag out, or start a new run without --resume")
     return args
 
@@ -117,6 +119,7 @@ class Checkpoint:
                 if was != now:
                     raise ValueError(f"{name} was {was}, now it is {now}")
                 modules[name] = load(module, self._parts[name])
+            check_types(self._loaded["progress"], type(progress))
             return type(progress)(**self._loaded["progress"])
 
     def restore_replay(self, replay: Any) -> None:
@@ -128,8 +131,8 @@ class Checkpoint:
                 members = read_zip(self.directory / segment.file, [f"{name}.npy" for name in replay.ring._fields])
                 arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
                 write_ring(replay, segment.low % replay.length, arrays)
-            replay.steps_added = self._loaded["replay"]["steps_added"]
-            replay.age = np.array(self._loaded["replay"]["age"], np.int32)
+            replay.steps_added = int(self._loaded["replay"]["steps_added"])
+            replay.age[:] = self._loaded["replay"]["age"]
         # The newest step may still change (`Replay.truncate_episodes`), so its segment is written again.
         self._segments, self._saved_replay = self._segments[:-1], weakref.ref(replay)
 
@@ -167,8 +170,9 @@ class Checkpoint:
 
     def finish(self) -> None:
         """End the run: delete its checkpoints, note in ``progress.json`` that it is finished, and close."""
-        path = self.run_dir / "progress.json"
-        fields = json.loads(path.read_text()) if path.exists() else {}
+        fields = {}
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            fields = dict(json.loads((self.run_dir / "progress.json").read_bytes()))
         write_progress(self.run_dir, fields | {"finished": True})
         shutil.rmtree(self.directory, ignore_errors=True)
         self.close()
@@ -260,13 +264,13 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
                     read_zip(path.parent / file, state["replay"]["members"])
             number, found = int(path.stem), str(state["script"])
             state["flags"], state["progress"] = dict(state["flags"]), dict(state["progress"])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # a damaged or malformed file can raise almost anything
             problems.append(f"{path.name}: {one_line(error)}")
             if check_replay:
-                print(f"WARNING: {path} is damaged ({error}); trying the checkpoint before", file=sys.stderr)
+                print(f"WARNING: {path} is damaged ({one_line(error)}); trying the checkpoint before", file=sys.stderr)
             continue
         if found != script:
-            raise UserError(f"--resume {run_dir} is a run of {found}.py; resume it with that script")
+            raise UserError(f"--resume {run_dir} is a run of {found!r:.60}; resume it with that script")
         return number, state, parts
     if problems:
         what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"
@@ -279,21 +283,23 @@ def lock_directory(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(f"--resume {path}: this run is still running in another process; stop it first") from error
-    except OSError:  # a file system without locks
-        pass
+    except OSError as error:  # a file system without locks raises another one
+        if isinstance(error, BlockingIOError):
+            os.close(descriptor)
+            raise UserError(f"--resume {path}: this run is still running in another process; stop it first") from error
     return descriptor
 
 
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Read members of a zip file; raise ValueError if it or one of them is missing, or has another checksum."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            return {name: file.read(name) for name in members}
-    except Exception as error:  # OSError, BadZipFile, and many kinds where its directory is damaged
-        raise ValueError(f"{path.name} can't be read: {error}") from error
+    """Read members of a zip file, which has a checksum for each; a damaged one can raise almost anything."""
+    with zipfile.ZipFile(path) as file:
+        return {name: file.read(name) for name in members}
+
+
+def check_types(values: dict[str, Any], dataclass: type) -> None:
+    """Raise an error if a value does not have the type of the field of that name."""
+    for name, hint in get_type_hints(dataclass).items():
+        typeguard.check_type(values[name], hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
 
 
 def dump(module: Any, name: str) -> bytes:

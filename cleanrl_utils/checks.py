@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import re
 import shutil
 from typing import Any
@@ -13,7 +14,8 @@ from cleanrl_utils.hub import check_upload_possible
 STACK = 4  # frames of an observation
 ACTIVATION_BYTES = 2_000_000  # of a transition in a batch: the outputs of the ImpalaCNN's layers in float32
 LIMITS = (  # flags, and the smallest and largest value that they may have
-    ("num_envs buffer_size target_network_frequency batch_size train_frequency n_step eval_episodes", 1, 10**12),
+    ("num_envs n_step", 1, 1000),
+    ("buffer_size target_network_frequency batch_size train_frequency eval_episodes", 1, 10**12),
     ("teacher_eval_episodes teacher_steps offline_eval_frequency", 1, 10**12),
     ("total_timesteps learning_starts offline_steps warmup_updates", 0, 10**12),
     ("checkpoint_minutes distill_coefficient", 0, 10**6),
@@ -35,7 +37,7 @@ def check_args(args: Any) -> Any:
             value = getattr(args, name, None)
             if value is not None and not low <= value <= high:
                 raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}")
-    if not re.fullmatch(r"[\w.+-]{1,100}", args.exp_name):
+    if not re.fullmatch(r"[\w.+-]{1,100}", args.exp_name, re.ASCII):
         found = f"--exp-name is {args.exp_name!r:.120}"
         raise UserError(f"{found}; it names files: use up to 100 letters, digits and characters of _.+-")
     if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
@@ -43,8 +45,8 @@ def check_args(args: Any) -> Any:
     if args.upload_model and not args.save_model:
         raise UserError("--upload-model uploads the model of --save-model; give both")
     check_upload_possible(args)
-    if getattr(args, "compile", False) and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        raise UserError("--compile needs a C++ compiler and there is none; install g++, or leave the flag out")
+    if getattr(args, "compile", False) and not shutil.which(os.environ.get("CXX", "g++")):  # as PyTorch looks for it
+        raise UserError("--compile needs a C++ compiler, g++ or $CXX; install it, or leave the flag out")
     for name, modules in PACKAGES.items():
         if getattr(args, name):
             require_packages(flag(name), *modules)
@@ -69,10 +71,9 @@ def size_problem(args: Any) -> str | None:
     first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
     last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
     if last and last // args.train_frequency <= first // args.train_frequency:
-        return (
-            f"--total-timesteps {args.total_timesteps} ends before the first update, with --learning-starts "
-            f"{args.learning_starts}, --train-frequency {args.train_frequency} and --num-envs {args.num_envs}; raise it"
-        )
+        flags = f"--learning-starts {args.learning_starts}, --train-frequency {args.train_frequency}"
+        problem = f"--total-timesteps {args.total_timesteps} ends before the first update"
+        return f"{problem}, with {flags} and --num-envs {args.num_envs}; raise it"
     return None
 
 
@@ -82,7 +83,9 @@ def check_memory(args: Any, one_step: Any, device: Any) -> None:
     ``one_step`` has the arrays of one with a step per environment. ``device`` is of PyTorch or JAX. The teacher's
     replay buffer and the student's never exist at once.
     """
-    available, batch = available_memory(device), args.batch_size * ACTIVATION_BYTES
+    available = available_memory(device)
+    # The updates of one step of all environments sample their batches at once.
+    batch = math.ceil(args.num_envs / args.train_frequency) * args.batch_size * ACTIVATION_BYTES
     sizes = {"batch_size": batch}
     for name in ("buffer_size", "teacher_steps") if getattr(args, "offline_steps", 0) else ("buffer_size",):
         sizes[name] = batch + getattr(args, name) * sum(array.nbytes for array in one_step) / args.num_envs

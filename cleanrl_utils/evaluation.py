@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line
-from cleanrl_utils.tracking import script_of, video_dir
+from cleanrl_utils.tracking import VIDEOS, script_of
 
 QFunction = Callable[[np.ndarray], np.ndarray]  # uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values
 
@@ -81,7 +81,7 @@ def play_episodes(
             returns.extend(ended.tolist())
     tqdm.write(f"{name}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes")
     if args.capture_video and q_function is not None:
-        film_episode(q_function, video_dir(run_dir) / f"{name.replace(' ', '-')}.mp4", args, between, temperature)
+        film_episode(q_function, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", args, between, temperature)
     return returns
 
 
@@ -104,7 +104,7 @@ def film_episode(
                 writer.append_data(image[0, 0])
                 action = epsilon_greedy(np.asarray(q_function(observation)), args.end_e, rng, temperature)
                 image, (observation, *_, episodes) = camera.step(action).observation, envs.step(action)
-    except (OSError, IndexError) as error:  # a broken ffmpeg raises both
+    except (OSError, IndexError, RuntimeError) as error:  # a broken or missing ffmpeg raises these
         tqdm.write(f"WARNING: the video {path} can't be written ({one_line(error)}); training continues without it")
     return episodes[0][0] if episodes else np.nan
 

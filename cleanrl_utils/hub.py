@@ -12,7 +12,7 @@ import numpy as np
 from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError, one_line, user_errors
-from cleanrl_utils.tracking import atomic_write, script_of, video_dir
+from cleanrl_utils.tracking import VIDEOS, atomic_write, script_of
 
 CONTINUE = "check the name, `hf auth login`, or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 (Pong, BeamRider)"
 REQUEST_TIMEOUT = 30.0  # seconds without progress
@@ -76,7 +76,7 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
     ``returns`` are the episodic returns of the evaluation. The hub shows the last video beside the card.
     """
     repo = repository_name(args)
-    videos = sorted(video_dir(run_dir).glob("*.mp4"), key=lambda path: path.stat().st_mtime)
+    videos = sorted((VIDEOS / run_dir.name).glob("*.mp4"), key=lambda path: path.stat().st_mtime)
     try:
         limit_requests()
         api = hf.HfApi()

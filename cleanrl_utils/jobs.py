@@ -26,7 +26,7 @@ LOGS = Path("logs")
 RUN_DIR = re.compile(r"^run directory: (runs/[^./\n][^/\n]*)\n", re.MULTILINE)
 FINISHED = re.compile(r"^\[benchmark\] \S+ \S+ finished", re.MULTILINE)
 SLURM_ID = re.compile(r"^\[benchmark\] \S+ \S+ submitted to Slurm as (\S+)$", re.MULTILINE)
-STOPPED = (124, 129, 130, 138, 143, -1, -2, -10, -15)  # `timeout`, SIGHUP, SIGINT, SIGUSR1, SIGTERM
+STOPPED = (124, 129, 130, 138, 140, 143, 152, -1, -2, -10, -12, -15, -24)  # `timeout`, and SIGNALS of checkpoint.py
 STARTABLE = ("interrupted", "pending", "elsewhere")
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
@@ -67,8 +67,8 @@ class Job:
         self.run_dir = Path(names[-1]) if names and Path(names[-1]).is_dir() else None
         self.progress = {}
         if self.run_dir:
-            with suppress(OSError, ValueError):
-                self.progress = json.loads((self.run_dir / "progress.json").read_bytes())
+            with suppress(OSError, ValueError, TypeError):
+                self.progress = dict(json.loads((self.run_dir / "progress.json").read_bytes()))
         # CleanRL's own scripts have no progress.json, only an exit code in the log.
         finished = self.progress.get("finished") if names else FINISHED.search(log)
         resumable = self.run_dir and any(self.run_dir.glob("checkpoint/*.state"))
@@ -79,11 +79,10 @@ class Job:
         with self.log.open("ab") as log:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.state = "elsewhere"
-                return
-            except OSError:
-                pass  # The file system has no locks. The script still locks its run directory.
+            except OSError as error:  # Another one if the file system has no locks. The script locks its run as well.
+                if isinstance(error, BlockingIOError):
+                    self.state = "elsewhere"
+                    return
             self.read_state()
             if self.state == "finished":
                 return

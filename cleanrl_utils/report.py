@@ -84,7 +84,8 @@ def read_run(directory: Path) -> Run | None:
     logged, lists, last_step = {}, {tag: [] for tag in TAGS}, 0
     for event in read_events(directory):
         lines = b"\n".join(line for value in event.summary.value for line in value.tensor.string_val)
-        logged |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", lines.decode(errors="replace"), re.MULTILINE))
+        text = "".join(char for char in lines.decode(errors="replace") if char.isprintable() or char == "\n")
+        logged |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", text, re.MULTILINE))
         last_step = max(last_step, event.step)
         for value in event.summary.value:
             if value.tag in lists and math.isfinite(value.simple_value):

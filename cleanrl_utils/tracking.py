@@ -24,16 +24,12 @@ from tqdm import tqdm
 from cleanrl_utils.errors import user_errors
 
 PROGRESS_SECONDS = 5.0
+VIDEOS = Path("videos")  # has a directory per run
 
 
 def script_of(args: Any) -> Path:
     """Return the script that was run: the file in which the class of these flags is defined."""
     return Path(inspect.getfile(type(args)))
-
-
-def video_dir(run_dir: Path) -> Path:
-    """Return the directory of a run's videos."""
-    return Path("videos") / run_dir.name
 
 
 def make_run_dir(args: Any) -> Path:
@@ -103,7 +99,7 @@ class Writer:
         if self.track:
             import wandb
 
-            for video in sorted(video_dir(self.run_dir).glob("*.mp4")):
+            for video in sorted((VIDEOS / self.run_dir.name).glob("*.mp4")):
                 wandb.run.log({f"videos/{video.stem}": wandb.Video(str(video), format="mp4")})
             wandb.finish()
 
@@ -121,7 +117,9 @@ def start_logging(args: Any, run_dir: Path) -> Writer:
             id_file.write_text(secrets.token_hex(4))
         run = {"name": run_dir.name, "id": id_file.read_text().strip(), "resume": "allow", "config": vars(args)}
         run |= {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        with user_errors("W&B can't start", "run `wandb login`, or set WANDB_MODE=offline", wandb.errors.Error):
+        with user_errors(
+            "W&B can't start", "check --wandb-*, run `wandb login`, or set WANDB_MODE=offline", wandb.errors.Error
+        ):
             wandb.init(sync_tensorboard=True, save_code=True, **run)
     # The thread of the event file's writer prints a traceback of an error that the next call raises as well.
     threading.excepthook = lambda failed: None if failed.exc_type is OSError else threading.__excepthook__(failed)

@@ -19,8 +19,9 @@ import pytest
 import tyro
 
 from cleanrl_utils.benchmark import Args, main, make_jobs
+from cleanrl_utils.checkpoint import SIGNALS
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.jobs import share, visible_gpus
+from cleanrl_utils.jobs import STOPPED, share, visible_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = [sys.executable, "-m", "cleanrl_utils.benchmark"]
@@ -121,6 +122,19 @@ def test_a_directory_without_a_checkpoint_is_moved_if_it_lies_in_runs(directory:
     assert Path(after, "file").exists()
 
 
+def test_stops_and_odd_progress_are_understood():
+    """A run that saves after a signal is "stopped", not "failed"; a progress.json of something else is ignored."""
+    assert {code for number in SIGNALS for code in (-number, 128 + number)} | {124} == set(STOPPED)
+    (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
+    for path in ("runs/1", "logs"):
+        Path(path).mkdir(parents=True)
+    job.log.write_text("run directory: runs/1\n")
+    for text in ("[]", "5", '"x"', "[[1]]"):
+        Path("runs/1/progress.json").write_text(text)
+        job.read_state()
+        assert (job.state, job.progress) == ("pending", {})
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_runs_save_after_a_signal_also_behind_a_wrapper_that_passes_it_on(number: int):
     command = f"timeout 60 {FAKE} --steps 60 --save-every 0 --save-seconds 0.5"
@@ -211,7 +225,7 @@ def test_without_workers_the_commands_are_printed(capsys: pytest.CaptureFixture)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"command": "python cleanrl/nothing.py"}, "names no script in /.*; write it like"),
+        ({"command": "python cleanrl/nothing.py"}, "names no script in /.*; write "),
         ({"command": "cleanrl/fake_run.py --track"}, 'is not a program; write "python cleanrl/fake_run.py"'),
         ({"command": "python -m cleanrl.fake_run"}, "names no script in"),
         ({"command": "python 'cleanrl/fake_run.py"}, r"cannot be parsed \(No closing quotation\); close its quotes"),

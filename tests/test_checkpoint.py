@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
+import itertools
 import json
 import os
 import pickle
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -18,7 +21,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import dqn_atari
 import dqn_atari_jax
@@ -133,6 +136,27 @@ def make_two() -> Path:
             replay.add(steps)
             save(checkpoint, number, replay)
     return checkpoint.run_dir
+
+
+def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that start in the same second have directories of their own. A dead link in their place is one line."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 10**9)
+    assert {make_two().name for _ in range(3)} == {f"Game__test__1__{10**9 + i}" for i in range(3)}
+    Path("runs").rename("old")
+    Path("runs").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"a run directory can't be made in .*/runs: .*; use another folder"):
+        Checkpoint(Args())
+
+
+def test_a_file_system_without_fsync_of_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert_newest(make_two(), 2, 5)
 
 
 def newest_segment(run_dir: Path) -> Path:
@@ -270,6 +294,12 @@ def test_no_code_is_run(two: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "trap").exists()
 
 
+def test_odd_progress_file(two: Path) -> None:
+    (two / "progress.json").write_text("[]")
+    Checkpoint(Args(resume=str(two))).finish()
+    assert json.loads((two / "progress.json").read_text()) == {"finished": True}
+
+
 @pytest.mark.parametrize("kind", ["symlink_to", "fifo"])
 def test_special_files_are_refused(kind: str, two: Path, tmp_path: Path) -> None:
     """A link or a FIFO in a run directory of somebody else is neither followed nor opened."""
@@ -286,29 +316,37 @@ def values_in(tree: Any, path: tuple = ()) -> Iterator[tuple]:
         yield from values_in(value, (*path, key))
 
 
-def test_malformed_state(two: Path) -> None:
-    """A value of another type anywhere in a state raises no other error."""
-    path = newest_state(two)
+def test_malformed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of another type anywhere in a state is one line, or it is a valid value of its flag or counter."""
+    monkeypatch.chdir(tmp_path)
+    with closing(Checkpoint(tiny(checkpoint_minutes=10.0))) as checkpoint:
+        replay, progress = CountingReplay(10), qdagger.Progress({"teacher": [1.0]}, recent_returns=[2.0])
+        replay.add(5)
+        checkpoint.save(progress, modules_of(0), replay)
+    monkeypatch.setattr(checkpoint_module, "lock_directory", lambda path: None)  # it ends with the process
+    (path,) = checkpoint.directory.glob("*.state")
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
-    (two / "checkpoint" / "000001.state").unlink()
+    hints = get_type_hints(qdagger.Args) | get_type_hints(qdagger.Progress)
     places, refused = list(values_in(json.loads(members["state.json"]))), 0
-    for place in places:
-        for value in (None, [], {}, "../x", -1, 1e400, [["x"]]):
-            state = [json.loads(members["state.json"])]
-            parent = state
-            for key in (0, *place)[:-1]:
-                parent = parent[key]
-            parent[(0, *place)[-1]] = value
-            with zipfile.ZipFile(path, "w") as file:
-                for name, data in (members | {"state.json": json.dumps(state[0])}).items():
-                    file.writestr(name, data)
-            try:
-                parse_args(Args, ["--resume", str(two)])
-                with resumed(two) as (checkpoint, _):
-                    checkpoint.restore(Progress(), modules_of(0))
-            except UserError as error:
-                refused += len(str(error).splitlines()) == 1
+    for place, value in itertools.product(places, (None, {}, "../x", -1.5, [["x"]])):
+        parent = state = [json.loads(members["state.json"])]
+        for key in (0, *place)[:-1]:
+            parent = parent[key]
+        parent[(0, *place)[-1]] = value
+        with zipfile.ZipFile(path, "w") as file:
+            for name, data in (members | {"state.json": json.dumps(state[0])}).items():
+                file.writestr(name, data)
+        try:
+            args = parse_args(qdagger.Args, ["--resume", str(checkpoint.run_dir)])
+            with closing(Checkpoint(args)) as again:
+                again.restore_replay(CountingReplay(10))
+                found = vars(args) | vars(again.restore(qdagger.Progress(), modules_of(0)))
+            assert all(isinstance(found[name], getattr(hint, "__origin__", hint)) for name, hint in hints.items())
+            numbers = itertools.chain(found["recent_returns"], *found["evaluations"].values())
+            assert all(isinstance(number, float) for number in numbers)
+        except UserError as error:
+            refused += len(str(error).splitlines()) == 1
     assert refused > 3 * len(places)
 
 
@@ -858,6 +896,20 @@ if os.path.isdir("100000/runs"):
     os.chdir("100000")
     print("resumed", run(-1, ["--resume", "runs/" + os.listdir("runs")[0]]), file=sys.stderr)
 """
+
+
+@pytest.mark.parametrize("script", list(NETWORKS), ids=lambda script: script.__name__)
+def test_first_checkpoint_comes_before_the_first_phase(
+    script: Any, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Checkpoint, "_write", write)
+    monkeypatch.setattr(AtariVectorEnv, "send", lambda *args: pytest.fail("a phase has begun"))
+    with pytest.raises(UserError, match="No space left on device; make room, then start it again"):
+        script.main(args_of(script, teacher))
 
 
 def test_full_disk(teacher: Path, tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def assert_refused(args: qdagger.Args | dqn_atari.Args, *words: str) -> None:
 
 NAN, INF, FILE = float("nan"), float("inf"), f"{DQN}.cleanrl_model"
 VALUES: list[tuple[str, list]] = [
-    ("num_envs", [0, -2, 10**400]), ("batch_size", [0]), ("train_frequency", [0]), ("n_step", [0]),
+    ("num_envs", [0, -2, 5000, 10**400]), ("batch_size", [0]), ("train_frequency", [0]), ("n_step", [0, 10**9]),
     ("seed", [-1, 2**64]),
     ("target_network_frequency", [0]), ("total_timesteps", [-1, 10**400]), ("buffer_size", [0]), ("eval_episodes", [0]),
     ("gamma", [2.0, -0.1, NAN]), ("tau", [-1.0, 1.5]), ("start_e", [1.1]), ("end_e", [-0.1, NAN]),
@@ -466,12 +466,14 @@ def test_value_out_of_range(name: str, values: list, teacher: Path) -> None:
         ({"buffer_size": 10**10}, ("--buffer-size", "GB", "10,000,000,000")),
         ({"teacher_steps": 10**10}, ("--teacher-steps", "GB", "10,000,000,000")),
         ({"batch_size": 3_000_000}, ("--batch-size", "GB", "3,000,000")),
+        ({"batch_size": 9000, "num_envs": 6, "train_frequency": 1}, ("--batch-size", "needs 108.00 GB")),
         ({"exp_name": "a/b"}, ("--exp-name",)),
+        ({"exp_name": "字" * 90}, ("--exp-name",)),
         ({"env_id": "Klaxx"}, ("--env-id 'Klaxx'", "NoFrameskip-v4")),
         ({"env_id": "KlaxxNoFrameskip-v4"}, ("--env-id 'KlaxxNoFrameskip-v4'", "Klax")),
         ({"env_id": "ALE/Nonsense-v5"}, ("--env-id", "Nonsense")),
-        ({"env_id": "CartPole-v1"}, ("--env-id", "no Atari environment")),
-        ({"env_id": ""}, ("--env-id ''", "no Atari environment")),
+        ({"env_id": "CartPole-v1"}, ("--env-id", "not a known Atari environment")),
+        ({"env_id": ""}, ("--env-id ''", "not a known Atari environment")),
     ],
 )
 def test_flags_that_cannot_work(changes: dict, words: tuple[str, ...], teacher: Path) -> None:
@@ -491,10 +493,12 @@ def test_bad_teacher(tmp_path: Path) -> None:
             assert str(directory) in refuse(script, twin(tiny(directory), script))
 
 
-@pytest.mark.parametrize(
-    ("module", "flag"),
-    [("wandb", "track"), ("imageio_ffmpeg", "capture_video")],
-)
+def test_missing_compiler(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "nowhere")
+    assert "needs a C++ compiler" in refuse(qdagger, tiny(teacher, compile=True))
+
+
+@pytest.mark.parametrize(("module", "flag"), [("wandb", "track"), ("imageio_ffmpeg", "capture_video")])
 def test_missing_package(module: str, flag: str, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that a flag needs is missed before a long phase starts."""
     for name in [name for name in sys.modules if name.split(".")[0] == module]:
