@@ -291,8 +291,8 @@ def lock_directory(path: Path) -> int:
 
 
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Read members of a zip file, which has a checksum for each; a damaged one can raise almost anything."""
-    with zipfile.ZipFile(path) as file:
+    """Read members of a zip file, which has a checksum for each; raise a UserError if it is damaged."""
+    with user_errors(f"{path.name} can't be read", "it is damaged"), zipfile.ZipFile(path) as file:
         return {name: file.read(name) for name in members}
 
 
