@@ -71,7 +71,7 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     may_change = MAY_CHANGE.split() + ["buffer_size"] * (state["progress"].get("online_step") == 0)  # not yet made
     for name, was in flags.items():
         if getattr(args, name) != was and name not in may_change:
-            found = f"{flag(name)} is {getattr(args, name)} and {args.resume} was started with {was!r:.60}"
+            found = f"{flag(name)} is {getattr(args, name)!r:.60} and {args.resume} was started with {was!r:.60}"
             raise UserError(f"{found}; leave the flag out, or start a new run without --resume")
     return args
 
@@ -270,7 +270,7 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
                 print(f"WARNING: {path} is damaged ({one_line(error)}); trying the checkpoint before", file=sys.stderr)
             continue
         if found != script:
-            raise UserError(f"--resume {run_dir} is a run of {found!r:.60}; resume it with that script")
+            raise UserError(f"--resume {run_dir} is a run of {f'{found}.py'!r:.60}; resume it with that script")
         return number, state, parts
     if problems:
         what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"
