@@ -50,7 +50,7 @@ def benchmark(*flags: str) -> int:
         try:
             main()
         except SystemExit as error:
-            return error.code
+            return error.code or 0
     return 0
 
 
@@ -228,7 +228,7 @@ def test_without_workers_the_commands_are_printed(capsys: pytest.CaptureFixture)
         ({"command": "python cleanrl/nothing.py"}, "names no script in /.*; write "),
         ({"command": "cleanrl/fake_run.py --track"}, 'is not a program; write "python cleanrl/fake_run.py"'),
         ({"command": "python -m cleanrl.fake_run"}, "names no script in"),
-        ({"command": "python 'cleanrl/fake_run.py"}, r"cannot be parsed \(No closing quotation\); close its quotes"),
+        ({"command": "python 'cleanrl/fake_run.py"}, r"cannot be parsed: No closing quotation; close its quotes"),
         ({"num_seeds": 0}, "--num-seeds is 0; it must be at least 1"),
         ({"slurm_partition": "gpu"}, "need --cluster slurm; add it"),
     ],
