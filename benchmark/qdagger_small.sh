@@ -55,6 +55,14 @@ small Pong $torch -learning-starts-5000 $pong "--learning-starts 5000 $taught"
 small Pong $torch -buffer-10000 $pong "--buffer-size 10000 $taught"
 small Pong $torch -target-100 $pong "--target-network-frequency 100 $taught"
 small Breakout $torch -target-100 $breakout "--target-network-frequency 100 $taught"
+# Students of a policy of stable-baselines3. In the results, its training was stopped after 1.1 million steps, and the
+# JAX script has one seed.
+python benchmark/ppo_teacher.py --out ppo-BreakoutNoFrameskip-v4.zip
+small Breakout $torch -ppo ppo-BreakoutNoFrameskip-v4.zip "$taught"
+small Breakout $jax -ppo ppo-BreakoutNoFrameskip-v4.zip "$taught"
+# A longer run. In the results, one seed was stopped after 155,000 steps.
+small Breakout $torch -1M-final-1e-5 $breakout "--offline-steps 2000 --total-timesteps 1000000 --buffer-size 300000
+    --exploration-fraction 0.005 --final-learning-rate 1e-5 --eval-episodes 100"
 # The second generation: the best student of Pong, seed 2, is the teacher.
 first=(runs/PongNoFrameskip-v4__"$torch"__2__*)
 small Pong $torch -second-generation "${first[-1]}" "--teacher-model-exp-name $torch $taught"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import cv2
 import gymnasium as gym
@@ -429,13 +430,15 @@ def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytes
     assert len(steps) == 51
 
 
-@pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None])
+@pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None, "none in the wheel"])
 def test_broken_ffmpeg_costs_a_warning(
     ffmpeg: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """The evaluation of a long run survives an ffmpeg that fails or is missing."""
     program = tmp_path / "ffmpeg"
-    if ffmpeg:
+    if ffmpeg == "none in the wheel":
+        monkeypatch.setattr("imageio_ffmpeg._io.get_ffmpeg_exe", mock.Mock(side_effect=RuntimeError("No ffmpeg exe")))
+    elif ffmpeg:
         program.write_text(ffmpeg)
         program.chmod(0o755)
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
