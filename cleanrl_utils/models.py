@@ -80,8 +80,8 @@ def read_torch(data: bytes) -> dict[str, Any]:
     members, space = read_zip(data), {}
     if policy := "data" in members and members.get("policy.pth"):
         settings = json.loads(members["data"]())  # JSON, in which pickles are text
-        space, shape = settings["action_space"], settings["observation_space"]["_shape"]
-        scaled = settings["policy_kwargs"].get("normalize_images", True)
+        space, box = settings["action_space"], settings["observation_space"]
+        shape, scaled = box.get("_shape", box.get("shape")), settings["policy_kwargs"].get("normalize_images", True)
         if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not scaled:
             found = f"{space[':type:']!r:.60}, observations {shape!r:.40}, normalize_images={scaled!r:.5}"
             raise ValueError(f"it has {found}; needed are Discrete actions, four 84×84 frames, normalize_images=True")
