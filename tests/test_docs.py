@@ -199,6 +199,9 @@ def test_results_are_those_of_the_csv() -> None:
         f"between {min(means):.1f} and {max(means):.1f}. Seeds of one variant differ by up to {max(ranges):.1f},",
         *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
         *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}." for x in ("", ", final lr 1e-5")),
+        *(spread("Breakout", "PPO as teacher", name) for name in ("teacher_return", "final_return")),
+        f"JAX script ended at {column('Breakout', 'PPO as teacher, JAX')[0]:.1f}",
+        *(str(*column("Breakout", "1,000,000 steps, stopped at 155,000", f"{x}_return")) for x in ("final", "teacher")),
     ]
     findings = section(DOCS / "results.md", "Findings")
     assert all(number in findings for number in numbers), [x for x in numbers if x not in findings]
