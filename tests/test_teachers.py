@@ -197,6 +197,9 @@ def formats(weights):
         "flax": flax_bytes(params),
         "flax, [flags, params]": flax.serialization.to_bytes([flags, params]),
         "torch, float64": torch_bytes(float64),
+        "torch.compile, DataParallel": torch_bytes(
+            {f"_orig_mod.module.{key}": array for key, array in weights.items()}
+        ),
         "flax, float64": flax_bytes(torch_to_flax(float64)),
     } | ({"stable-baselines3": sb3_zip(weights)} if "network.9.bias" in weights else {})
 
@@ -314,6 +317,8 @@ def test_policies_of_another_network(tmp_path):
     for name in ("lstm_actor.weight_ih_l0", "mlp_extractor.policy_net.0.bias", "log_std", "q_net.q_net.2.bias"):
         message = f"it has {name!r}; needed is the zip file of a CnnPolicy with default layers; "
         check_unusable(tmp_path, sb3_zip(WEIGHTS | {"action_net.bias": BIAS, name: BIAS}), message)
+    policy = {key.replace("network.7", "actor"): array for key, array in random_weights("impala").items()}
+    check_unusable(tmp_path, torch_bytes(policy), "it is a policy with an ImpalaCNN")
     for changes in ({"action_space": "MultiDiscrete"}, {"shape": (4, 88, 88)}, {"normalize_images": False}):
         check_unusable(tmp_path, sb3_zip(WEIGHTS, **changes), "needed are Discrete actions, four 84×84 frames, ")
     for state, *messages in (
