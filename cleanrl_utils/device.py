@@ -52,7 +52,7 @@ def available_host_memory() -> int:
     for limit, usage, *stat in control_groups("memory", "limit_in_bytes usage_in_bytes stat", "max current stat"):
         if limit != "max":
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
-            cached = dict(zip(stat[::2], stat[1::2], strict=True)).get("inactive_file", 0)
+            cached = dict(zip(stat[::2], stat[1::2], strict=False)).get("inactive_file", 0)
             available.append(int(limit) - int(usage) + int(cached))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
