@@ -22,7 +22,7 @@ nvidia-smi >/dev/null 2>&1 || { echo "error: nvidia-smi finds no NVIDIA GPU; run
     echo
     echo "## Speed"
     # The difference between a graph and eager execution is the time to launch kernels.
-    for flags in "" "--no-cuda-graph" "--compile" "--no-torch-deterministic" "--no-bf16" "--backend jax" "--backend jax --no-bf16"; do
+    for flags in "" "--no-cuda-graph" "--no-torch-deterministic" "--no-torch-deterministic --compile" "--no-bf16" "--backend jax" "--backend jax --no-bf16"; do
         echo
         # shellcheck disable=SC2086
         timeout 300 "$python" benchmark/throughput.py $sizes $flags || echo "throughput.py $flags failed"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import tyro  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
-from cleanrl_utils.atari import available_cores  # noqa: E402
+from cleanrl_utils.device import available_cores  # noqa: E402
 from cleanrl_utils.errors import UserError, one_line_errors  # noqa: E402
 
 STEMS = {"torch": "qdagger_dqn_atari_impalacnn", "jax": "qdagger_dqn_atari_jax_impalacnn"}

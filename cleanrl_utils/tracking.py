@@ -149,7 +149,7 @@ class ProgressBar:
                 start = time.monotonic()
             if count == 101 and self.updates_left:  # a loss has just been read, which synchronises with a GPU
                 minutes = (time.monotonic() - start) / 91 * self.updates_left / 60
-                tqdm.write(f"{self.updates_left:,} updates will take about {minutes:.0f} minutes on this machine")
+                tqdm.write(f"{self.updates_left:,} updates will take about {max(minutes, 1):.0f} min on this machine")
             yield step
             self.bar.update(min(self.steps.step, total - step))
             if self.bar.n == total or time.monotonic() - written > PROGRESS_SECONDS:

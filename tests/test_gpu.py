@@ -32,8 +32,9 @@ TINY += "--learning-starts 100 --buffer-size 1000 --batch-size 8 --teacher-model
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let cuDNN use deterministic algorithms, as the script does by default."""
+    """Let cuDNN use deterministic algorithms, as the script does by default, and float32 instead of TF32."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 class Learner:
@@ -82,11 +83,9 @@ def test_graph_equals_eager(bf16: bool) -> None:
 
 @needs_torch
 def test_compiled_equals_eager() -> None:
-    """They are equal up to the rounding of float32."""
-    weights, losses = learn(6, bf16=False, compile=True)
-    eager_weights, eager_losses = learn(6, bf16=False, cuda_graph=False)
-    torch.testing.assert_close(losses, eager_losses, rtol=1e-2, atol=1e-3)
-    assert F.cosine_similarity(weights, eager_weights, dim=0) > 0.9999
+    """The losses of 30 updates are equal, up to what Adam makes of the rounding of float32."""
+    (_, losses), (_, eager) = learn(6, bf16=False, compile=True), learn(6, bf16=False, cuda_graph=False)
+    torch.testing.assert_close(losses, eager, rtol=1e-2, atol=1e-3)
 
 
 @needs_torch
