@@ -6,7 +6,7 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning; n-s
 import copy
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -91,7 +91,7 @@ class Args:
     exploration_fraction: float = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
     learning_starts: int = 80000
-    """environment steps in the replay buffer before the first update"""
+    """environment steps before the first update"""
     train_frequency: int = 4
     """the environment steps per update"""
     eval_episodes: int = 10
@@ -243,16 +243,17 @@ def dqn_loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> L
 
 
 def make_update(
-    networks: Sequence[nn.Module], optimizer: torch.optim.Adam, replay: Replay, autocast: torch.autocast, args: Args
-) -> Callable[..., Losses]:
-    """Return the function that updates the Q-network, the first of ``networks``, on a GPU as a CUDA graph."""
+    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, replay: Replay,
+    autocast: torch.autocast, args: Args,
+) -> Callable[..., Losses]:  # fmt: skip
+    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
     loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
     def update(low: float, high: float) -> Losses:
         """Make a gradient step on transitions of steps [low, high); both are tensors in a CUDA graph."""
         batch = replay.sample(args.batch_size, low, high)
         with autocast:
-            losses = loss_function(*networks, batch)
+            losses = loss_function(q_network, target_network, batch)
         optimizer.zero_grad()
         losses.td_loss.backward()
         optimizer.step()
@@ -324,7 +325,7 @@ def main(args: Args) -> None:
             replay.truncate_episodes()
         else:
             checkpoint.save(progress, modules)  # a full disk is found now
-        update = make_update((q_network, target_network), optimizer, replay, autocast, args)
+        update = make_update(q_network, target_network, optimizer, replay, autocast, args)
         losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
         observation = torch.as_tensor(envs.reset((args.seed, progress.step)), device=device)
         bar = writer.progress_bar("training", range(progress.step, args.total_timesteps, args.num_envs))
@@ -377,7 +378,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluation):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluation)

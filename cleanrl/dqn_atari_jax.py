@@ -87,7 +87,7 @@ class Args:
     exploration_fraction: float = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
     learning_starts: int = 80000
-    """environment steps in the replay buffer before the first update"""
+    """environment steps before the first update"""
     train_frequency: int = 4
     """the environment steps per update"""
     eval_episodes: int = 10
@@ -366,9 +366,7 @@ def main(args: Args) -> None:
     # ==================== evaluate, save, upload ====================
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
     if not progress.evaluation:
-        checkpoint.save(
-            progress, modules | {"state": state}
-        )  # an evaluation that is interrupted starts again from here
+        checkpoint.save(progress, modules | {"state": state})  # an interrupted evaluation starts again from here
         policy = functools.partial(apply, state.params)
         progress.evaluation = play_episodes(
             "evaluation", policy, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
@@ -379,7 +377,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluation):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluation)

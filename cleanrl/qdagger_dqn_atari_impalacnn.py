@@ -39,7 +39,7 @@ class Args:
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: bool = True
-    """if toggled, a GPU runs each update as one CUDA graph, with the same results"""
+    """if toggled, a GPU runs the updates of a step as one CUDA graph"""
     compile: bool = False
     """if toggled, the loss is compiled by torch.compile, which takes minutes at the start"""
     bf16: bool = True
@@ -73,7 +73,7 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     online_learning_rate: float | None = None
-    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`, its default"""
+    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default constant"""
     final_learning_rate: float | None = None
     """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
     warmup_updates: int = 0
@@ -99,7 +99,7 @@ class Args:
     exploration_fraction: float = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed, counted from the first offline update"""
     learning_starts: int = 80000
-    """environment steps in the online replay buffer before the first online update"""
+    """environment steps of the online phase before the first update"""
     train_frequency: int = 4
     """the online environment steps per update"""
     eval_episodes: int = 10
@@ -107,7 +107,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
-    """the name of the teacher's file without .cleanrl_model or .zip; the default also finds the only model"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default also a directory's only model"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -198,10 +198,10 @@ class TeacherNetwork(nn.Module):
         hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
         with torch.autocast(x.device.type, enabled=False):
             outputs = self.network[-1](hidden.float())
-        if self.atoms is None:
-            return outputs
-        # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
-        return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
+            if self.atoms is None:
+                return outputs
+            # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
+            return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
 def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
@@ -361,21 +361,22 @@ def qdagger_loss(
 
 
 def make_update(
-    networks: Sequence[nn.Module], optimizer: torch.optim.Adam, replay: Replay, autocast: torch.autocast, args: Args
-) -> Callable[..., Losses]:
-    """Return the function that updates the Q-network, the first of ``networks``, on a GPU as a CUDA graph."""
+    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, replay: Replay,
+    autocast: torch.autocast, args: Args,
+) -> Callable[..., Losses]:  # fmt: skip
+    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: float, high: float, distill_coefficient: float, *learning_rates: float) -> Losses:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
         batches = replay.sample(len(learning_rates) * args.batch_size, low, high)
         with autocast:
-            targets = td_target(networks[1], batches)  # of all batches at once, which takes less time
+            targets = td_target(target_network, batches)  # of all batches at once, which takes less time
         parts = zip(*(x.split(args.batch_size) for x in (targets, *batches)), strict=True)
         for learning_rate, (y, *batch) in zip(learning_rates, parts, strict=True):
             optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, as all arguments are
             with autocast:
-                losses = loss_function(networks[0], y, Batch(*batch), distill_coefficient, args.temperature)
+                losses = loss_function(q_network, y, Batch(*batch), distill_coefficient, args.temperature)
             optimizer.zero_grad()
             losses.loss.backward()
             optimizer.step()
@@ -396,7 +397,8 @@ def anneal_distillation(
 ) -> float:
     """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
 
-    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), or the step function at G_T = G_random.
+    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1). If G_T ≤ G_random, it is
+    ``distill_coefficient`` while G < G_T, and otherwise 0.
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
@@ -519,7 +521,7 @@ def main(args: Args) -> None:
             checkpoint.save(progress, modules, replay)
 
         # ==================== offline: learn from the teacher's data ====================
-        update = make_update((q_network, target_network), optimizer, replay, autocast, args)
+        update = make_update(q_network, target_network, optimizer, replay, autocast, args)
 
         def evaluate_offline(num_updates: int) -> None:
             episodic_return = evaluate(f"offline {num_updates}", q_network, args.eval_episodes, replay)
@@ -554,7 +556,7 @@ def main(args: Args) -> None:
         if progress.online_step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        update = make_update((q_network, target_network), optimizer, replay, autocast, args)
+        update = make_update(q_network, target_network, optimizer, replay, autocast, args)
         losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
         observation = torch.as_tensor(envs.reset((args.seed, progress.online_step)), device=device)
         bar = writer.progress_bar("online", range(progress.online_step, args.total_timesteps, args.num_envs))
@@ -607,7 +609,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluations[final]):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluations[final])

@@ -71,7 +71,7 @@ class Args:
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
     online_learning_rate: float | None = None
-    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`, its default"""
+    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default constant"""
     final_learning_rate: float | None = None
     """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
     warmup_updates: int = 0
@@ -97,7 +97,7 @@ class Args:
     exploration_fraction: float = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed, counted from the first offline update"""
     learning_starts: int = 80000
-    """environment steps in the online replay buffer before the first online update"""
+    """environment steps of the online phase before the first update"""
     train_frequency: int = 4
     """the online environment steps per update"""
     eval_episodes: int = 10
@@ -105,7 +105,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the name of the teacher's file without .cleanrl_model or .zip; the default also finds the only model"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default also a directory's only model"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -134,7 +134,8 @@ class Progress:
 
 
 Conv3x3 = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1)
-LastDense = functools.partial(nn.Dense, dtype=jnp.float32, precision="highest")  # neighbouring Q-values differ little
+# bfloat16 and TF32 would round away the differences between actions.
+LastDense = functools.partial(nn.Dense, dtype=jnp.float32, precision="highest")
 
 
 class ResidualBlock(nn.Module):
@@ -409,7 +410,8 @@ def anneal_distillation(
 ) -> float:
     """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
 
-    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), or the step function at G_T = G_random.
+    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1). If G_T ≤ G_random, it is
+    ``distill_coefficient`` while G < G_T, and otherwise 0.
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
@@ -607,7 +609,7 @@ def main(args: Args) -> None:
         print(f"model saved to {model_path}")
     for i, episodic_return in enumerate(progress.evaluations[final]):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.close()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.evaluations[final])

@@ -41,8 +41,7 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
         rom = gym.spec(f"ALE/{match['v5'] or match['v4']}-v5").kwargs["game"]
     except gym.error.Error as error:
         raise UserError(f"--env-id {env_id!r} is not a single-player game: {error} `{LIST_GAMES}` lists all") from error
-    default = 0.25 if match["v5"] else 0.0
-    sticky = default if repeat_action_probability is None else repeat_action_probability
+    sticky = (0.25 if match["v5"] else 0.0) if repeat_action_probability is None else repeat_action_probability
     if not 0 <= sticky < 1:
         raise UserError(f"--repeat-action-probability is {sticky}; it must be at least 0 and below 1")
     return rom, sticky

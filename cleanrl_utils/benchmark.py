@@ -35,8 +35,7 @@ class Args:
     start_seed: int = 1
     """the first seed"""
     workers: int = 0
-    """the number of runs at a time, with equal shares of the CPU cores and GPUs; 0 prints the commands, or on Slurm
-    starts all runs at once"""
+    """the number of runs at a time, which share CPU cores and GPUs; 0 prints the commands, or starts all on Slurm"""
     cluster: Literal["local", "slurm"] = "local"
     """where to run"""
     slurm_partition: str | None = None

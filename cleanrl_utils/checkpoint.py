@@ -37,7 +37,6 @@ from cleanrl_utils.errors import UserError, flag, one_line, user_errors
 from cleanrl_utils.tracking import Writer, atomic_write, make_run_dir, script_of, sync_directory, write_progress
 
 T = TypeVar("T")
-
 MAY_CHANGE = (  # flags that may have another value in a resumed run
     "resume total_timesteps checkpoint_minutes eval_episodes cuda cuda_graph compile torch_deterministic track "
     "wandb_project_name wandb_entity capture_video save_model upload_model hf_entity teacher_policy_hf_repo"
@@ -110,7 +109,7 @@ class Checkpoint:
                 self._handlers[number] = signal.signal(number, self._on_signal)
 
     def restore(self, progress: T, modules: dict[str, Any]) -> T:
-        """Restore the modules of a resumed run in place, JAX trees in the dict; return its progress."""
+        """Restore the modules of a resumed run, JAX's as new trees in ``modules``; return its progress."""
         if self._loaded is None:
             return progress
         with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
@@ -177,10 +176,14 @@ class Checkpoint:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.close()
 
-    def close(self) -> None:
-        """Release the run directory and restore the signal handlers."""
+    def restore_signals(self) -> None:
+        """Restore the signal handlers."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
+
+    def close(self) -> None:
+        """Restore the signal handlers and release the run directory."""
+        self.restore_signals()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

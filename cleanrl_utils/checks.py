@@ -71,17 +71,16 @@ def size_problem(args: Any) -> str | None:
     first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
     last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
     if last and last // args.train_frequency <= first // args.train_frequency:
-        flags = f"--learning-starts {args.learning_starts}, --train-frequency {args.train_frequency}"
-        problem = f"--total-timesteps {args.total_timesteps} ends before the first update"
-        return f"{problem}, with {flags} and --num-envs {args.num_envs}; raise it"
+        flags = [f"{flag(name)} {getattr(args, name)}" for name in ("learning_starts", "train_frequency", "num_envs")]
+        return f"--total-timesteps {args.total_timesteps} ends before the first update ({', '.join(flags)}); raise it"
     return None
 
 
 def check_memory(args: Any, one_step: Any, device: Any) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
 
-    ``one_step`` has the arrays of one with a step per environment. ``device`` is of PyTorch or JAX. The teacher's
-    replay buffer and the student's never exist at once.
+    ``one_step`` has the arrays of a replay buffer of one step of each environment. ``device`` is of PyTorch or JAX.
+    The teacher's replay buffer and the student's never exist at once.
     """
     available = available_memory(device)
     # The updates of one step of all environments sample their batches at once.

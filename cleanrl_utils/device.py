@@ -71,7 +71,7 @@ def available_cores() -> int:
 
 
 def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[list[str]]:
-    """Yield the words in these files of each control group that this process belongs to, from its own to the root."""
+    """Yield the words in files of a controller, named as in each version, for this process's group and its parents."""
     groups = Path("/proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -87,7 +87,8 @@ def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[
 def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.autocast"]:
     """Choose the device, set PyTorch's threads, and print one line about both.
 
-    Returns the device and the context for forward passes, bfloat16 if ``bf16`` and the hardware has it.
+    Returns:
+        The device, and the context for forward passes: bfloat16 if ``bf16`` and the hardware has it.
     """
     import torch
 

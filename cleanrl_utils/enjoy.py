@@ -62,10 +62,7 @@ def import_script(given: Path | None, name: str) -> ModuleType:
 
 
 def load_q_function(args: Args) -> tuple[QFunction, float]:
-    """Load the model with the functions of its script; return it and the temperature at which it samples actions.
-
-    It computes in bfloat16 where a training run does.
-    """
+    """Load the model with the functions of its script; return it and the temperature at which it samples actions."""
     envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability, args.full_action_space)
     envs.close()
     repo = args.hf_repository or repository_name(args)

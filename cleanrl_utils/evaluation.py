@@ -12,10 +12,9 @@ from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line
-from cleanrl_utils.tracking import VIDEOS, script_of
+from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
 
 QFunction = Callable[[np.ndarray], np.ndarray]  # uint8 (B, 4, 84, 84) observations to float32 (B, A) Q-values
-
 MAX_PARALLEL_EPISODES = 64
 
 
@@ -59,8 +58,7 @@ def play_episodes(
             game = args.repeat_action_probability, args.full_action_space
             envs = AtariEnvs(args.env_id, num_envs, seed + len(returns), *game)
             observation = envs.reset()
-            playing = np.ones(num_envs, bool)
-            ended = np.zeros(num_envs)
+            playing, ended = np.ones(num_envs, bool), np.zeros(num_envs)
             while playing.any():
                 between()
                 action = np.zeros(num_envs, np.int64)
@@ -126,10 +124,8 @@ def print_summary(args: Any, run_dir: Path, evaluations: dict[str, list[float]],
         print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
     print(f"\ncurves:              tensorboard --logdir {run_dir.parent}")
     script = os.path.relpath(script_of(args))
-    game = ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space]
-    if args.repeat_action_probability is not None:
-        game += ["--repeat-action-probability", str(args.repeat_action_probability)]
+    game, epsilon = game_flags(args), ["--epsilon", f"{args.end_e:g}"]
     for model in sorted(run_dir.glob("*.cleanrl_model"), key=lambda path: path.stat().st_mtime)[-1:]:
         watch = ["-m", "cleanrl_utils.enjoy", "--hf-repository", str(model), "--script", script, *game]
-        print(f"watch the student:   {shlex.join(['python', *watch, '--capture-video'])}")
+        print(f"watch the student:   {shlex.join(['python', *watch, *epsilon, '--capture-video'])}")
         print(f"use it as a teacher: {shlex.join(['python', script, '--teacher-policy-hf-repo', str(model), *game])}")

@@ -12,7 +12,7 @@ import numpy as np
 from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError, one_line, user_errors
-from cleanrl_utils.tracking import VIDEOS, atomic_write, script_of
+from cleanrl_utils.tracking import VIDEOS, atomic_write, game_flags, script_of
 
 CONTINUE = "check the name, `hf auth login`, or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 (Pong, BeamRider)"
 REQUEST_TIMEOUT = 30.0  # seconds without progress
@@ -108,7 +108,7 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     )
     qdagger = script if hasattr(args, "teacher_policy_hf_repo") else f"qdagger_dqn_atari{backend}_impalacnn.py"
     network = "" if script == f"{args.exp_name}.py" else f" --script cleanrl/{qdagger}"
-    game = f"--env-id {args.env_id}{' --full-action-space' if args.full_action_space else ''}"
+    game = shlex.join(game_flags(args))
     train = ["python", f"cleanrl/{script}"]
     for name, value in vars(args).items():
         if value != getattr(type(args), name, None) and name != "resume":
@@ -120,7 +120,7 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
 Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole episodes, unclipped rewards).
 To watch it play, to use it as a teacher and to train it again:
 ```bash
-python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game}{network}
+python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game}{network} --epsilon {args.end_e:g}
 python cleanrl/{qdagger} --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name} {game}
 {shlex.join(train)}
 ```

@@ -28,11 +28,13 @@ def max_pool(x: jax.Array) -> jax.Array:
 
 
 def max_pool_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, np.ndarray]]:
+    """Compute the maxima, and the places and the size of x for the gradient."""
     best, place = strongest(x)
-    return best, (place, np.empty((0, *x.shape[1:3])))  # the gradient needs the size of x, not x
+    return best, (place, np.empty((0, *x.shape[1:3])))
 
 
 def max_pool_backward(residual: tuple[jax.Array, np.ndarray], gradient: jax.Array) -> tuple[jax.Array]:
+    """Compute the gradient of x, (B, H, W, C), from that of the maxima."""
     place, (_, height, width) = residual[0], residual[1].shape
     batch, rows, columns, channels = place.shape
     # Window (i, j) covers the rows 2i - 1 … 2i + 1. So an even row lies in the middle of one window, and an odd one at

@@ -3,7 +3,7 @@
 Every format is read into one form: arrays under the names of CleanRL's PyTorch scripts. The last layer computes
 Q-values (``network.9``), the logits of a policy (``actor``), or the logits of C51's return distributions (``network.9``
 with ``atoms``). Shapes come from the file, so no network is defined here.
-Files are untrusted: reading one runs no code from it and takes a few times its size in memory.
+Files are untrusted: reading one runs no code from it and takes at most about 13 times its size in memory.
 """
 
 import functools
@@ -77,7 +77,7 @@ def read_weights(path: Path, num_actions: int | None) -> Weights:
 
 def read_torch(data: bytes) -> dict[str, Any]:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
-    members, space = read_zip(data), {}
+    members, space = read_zip(data, limit := 4 * len(data)), {}
     if policy := "data" in members and members.get("policy.pth"):
         settings = json.loads(members["data"]())  # JSON, in which pickles are text
         space, box = settings["action_space"], settings["observation_space"]
@@ -85,13 +85,13 @@ def read_torch(data: bytes) -> dict[str, Any]:
         if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not scaled:
             found = f"{space[':type:']!r:.60}, observations {shape!r:.40}, normalize_images={scaled!r:.5}"
             raise ValueError(f"it has {found}; needed are Discrete actions, four 84×84 frames, normalize_images=True")
-        members = read_zip(data := policy())
+        members = read_zip(policy(), limit)
     state_dict = TorchUnpickler(members).load()
     if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
         state_dict = state_dict["model_weights"]
     if not isinstance(state_dict, dict):
         raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
-    if sum(map(np.size, state_dict.values())) > len(data):  # one element or array can stand for many
+    if sum(map(np.size, state_dict.values())) > limit // 4:  # one element or array can stand for many
         raise ValueError("its tensors have more elements than the file has bytes")
     weights = {}
     for key, value in state_dict.items():
@@ -107,14 +107,14 @@ def read_torch(data: bytes) -> dict[str, Any]:
     return weights
 
 
-def read_zip(data: bytes) -> dict[str, Callable[[], bytes]]:
-    """Return functions that read the members of a zip archive; ValueError if it unpacks to many times its size.
+def read_zip(data: bytes, limit: int) -> dict[str, Callable[[], bytes]]:
+    """Return functions that read the members of a zip archive; ValueError if they have more than ``limit`` bytes.
 
     A member is read up to the size that the archive states. Compression methods other than deflate are rejected.
     """
     archive = zipfile.ZipFile(io.BytesIO(data))
     methods, files = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), archive.NameToInfo
-    if sum(file.file_size if file.compress_type in methods else math.inf for file in files.values()) > 4 * len(data):
+    if sum(file.file_size if file.compress_type in methods else math.inf for file in files.values()) > limit:
         raise ValueError("its zip archive unpacks to many times its size")
     read = functools.cache(lambda file: archive.open(file).read(files[file].file_size))
     return {name: functools.partial(read, name) for name in files}
@@ -219,7 +219,6 @@ def as_float32(key: str, value: Any) -> np.ndarray:
 #
 # Kernels of convolutions are OIHW in PyTorch and HWIO in flax; those of dense layers are (out, in) and (in, out). The
 # first dense layer reads a flattened image: its inputs are ordered CHW in PyTorch and HWC in flax.
-
 TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(actor)"
 FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+|(actor))"
 
@@ -296,9 +295,7 @@ def convert(
     target: tyro.conf.Positional[Path],
     format: Literal["torch", "flax"] | None = None,
 ) -> str:
-    """Write a model with CleanRL's layer names, and return the format.
-
-    The last layer of a policy is named actor. The new file is read like the source.
+    """Write a model with CleanRL's layer names, and return the format; the last layer of a policy is named actor.
 
     Args:
         source: the model to read, of any format

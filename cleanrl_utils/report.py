@@ -72,7 +72,7 @@ def read_events(directory: Path) -> Iterator[Any]:
 
 
 def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndarray:
-    """Return the means of the last ``window`` values of ``points``, (N, 2) steps and values, at ``steps``; else NaN."""
+    """Return, for each of ``steps``, the mean of the last ``window`` of ``points`` (N, 2) up to it, else NaN."""
     count = np.searchsorted(points[:, 0], steps, side="right")
     first, sums = np.maximum(count - window, 0), np.cumsum([0, *points[:, 1]])
     return np.where(count == 0, np.nan, (sums[count] - sums[first]) / np.maximum(count - first, 1))

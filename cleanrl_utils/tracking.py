@@ -32,6 +32,13 @@ def script_of(args: Any) -> Path:
     return Path(inspect.getfile(type(args)))
 
 
+def game_flags(args: Any) -> list[str]:
+    """Return the flags with which other commands play the game of a run."""
+    sticky = args.repeat_action_probability
+    flags = [] if sticky is None else ["--repeat-action-probability", f"{sticky:g}"]
+    return ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space, *flags]
+
+
 def make_run_dir(args: Any) -> Path:
     """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
     with user_errors(f"a run directory can't be made in {Path('runs').absolute()}", "use another folder", OSError):

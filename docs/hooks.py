@@ -10,7 +10,7 @@ FORMULA = re.compile(r'(<(span|div) class="arithmatex[^>]*>)\\[(\[](.*?)\\[)\]]<
 
 
 def on_page_content(content: str, **kwargs: Any) -> str:
-    """mkdocs calls this with the HTML of each page, in which pymdownx.arithmatex has marked what is LaTeX.
+    """Convert the formulas of a page to MathML. mkdocs calls this with the HTML, where arithmatex has marked them.
 
     Raises:
         ValueError: a formula has a command that is not known.

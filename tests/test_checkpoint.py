@@ -802,8 +802,10 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"qdagger_dqn_atari_impalacnn\.py"):
         parse_args(dqn_atari.Args, ["--resume", str(stopped)])
     args = parse_args(qdagger.Args, ["--resume", str(stopped)])
-    with closing(Checkpoint(args)), pytest.raises(UserError, match="still running in another process"):
-        Checkpoint(args)
+    with closing(Checkpoint(args)) as running:
+        running.restore_signals()  # as before an upload
+        with pytest.raises(UserError, match="still running in another process"):
+            Checkpoint(args)
 
 
 # ==================== processes ====================

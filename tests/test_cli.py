@@ -181,6 +181,7 @@ def test_summary(full_run: FinishedRun) -> None:
     }
     assert re.search(r"^  λ, the weight of the distillation loss: 2 to [012]\.\d\d$", summary, re.MULTILINE)
     models = re.findall(r"--(?:hf-repository|teacher-policy-hf-repo) (\S+) .*--repeat-action-probability 0.25", summary)
+    assert "0.25 --epsilon 0.8" in summary
     assert [full_run.folder / model for model in models] == [full_run.run_dir / f"{full_run.script}.cleanrl_model"] * 2
 
 

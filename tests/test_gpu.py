@@ -54,8 +54,8 @@ class Learner:
             observation = torch.as_tensor(rng.integers(0, 256, shape, np.uint8), device=picked)
             q_values = torch.as_tensor(rng.random((n, a), np.float32), device=picked)
             self.replay.add(observation, rng.integers(0, a, n), step, q_values)
-        networks = (self.q_network, copy.deepcopy(self.q_network))
-        self.update = qdagger.make_update(networks, self.optimizer, self.replay, autocast, args)
+        target_network = copy.deepcopy(self.q_network)
+        self.update = qdagger.make_update(self.q_network, target_network, self.optimizer, self.replay, autocast, args)
 
     def learn(self, updates: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make single updates and updates of four gradient steps in turns; return the weights and the losses."""

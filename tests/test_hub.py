@@ -218,6 +218,7 @@ class Args:
     upload_model: bool = True
     capture_video: bool = False
     full_action_space: bool = False
+    repeat_action_probability: float | None = None
     cuda: bool = True
     learning_rate: float = 1e-4
     end_e: float = 0.01
@@ -255,7 +256,8 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     (RUN_DIR / "events.out.tfevents.2").symlink_to(Path(__file__))
     (RUN_DIR / "README.md").symlink_to("/dev/full")
     repo = f"{owner}/ALE-Pong-v5-test_hub-seed3"
-    out, err = upload(hf_entity=entity, cuda=False, full_action_space=True, capture_video=True, learning_rate=0.5)
+    game = {"full_action_space": True, "repeat_action_probability": 0.1}
+    out, err = upload(hf_entity=entity, cuda=False, **game, capture_video=True, learning_rate=0.5)
     assert (out, err) == (f"model uploaded to {hub.url}/{repo}\n", "")
     [(committed_to, files)] = hub.commits
     assert committed_to == repo
@@ -268,11 +270,12 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     assert {"ALE/Pong-v5", "reinforcement-learning"} <= set(metadata["tags"])
     assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == "19.00 +/- 1.00"
     assert "Mean return 19.00 +/- 1.00 over 2 episodes at epsilon 0.01" in text
-    game = "--env-id ALE/Pong-v5 --full-action-space"
-    assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game}\n" in text
+    game = "--env-id ALE/Pong-v5 --full-action-space --repeat-action-probability 0.1"
+    assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game} --epsilon 0.01\n" in text
     teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
     assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
-    flags = f"{' --hf_entity lab' if entity else ''} --capture_video --full_action_space --no-cuda --learning_rate 0.5"
+    flags = f"{' --hf_entity lab' if entity else ''} --capture_video --full_action_space"
+    flags += " --repeat_action_probability 0.1 --no-cuda --learning_rate 0.5"
     assert f"\npython cleanrl/test_hub.py{flags}\n" in text
 
 

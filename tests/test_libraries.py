@@ -151,6 +151,9 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
         expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-1, 0.5, ATOMS)
         with pytest.raises(UserError, match="C51 has return distributions"):
             convert(path, tmp_path / "new")
+    rounded = load_q_function(script, path, bf16=True)[0](batch["observation"])
+    assert rounded.dtype == np.float32
+    np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02)
     q = np.random.default_rng(2).normal(size=(4, A)).astype(np.float32)
     for temperature in (0.1, 1.0):
         q_function, own = load_q_function(script, path, temperature)

@@ -341,6 +341,13 @@ def test_zip_archives(tmp_path):
     lies = [bomb.replace(size.to_bytes(4, "little"), b"\0\1\0\0") for bomb in bombs]
     deflated = zip_bytes(files | {"archive/zeros": bytes(size)}, zipfile.ZIP_DEFLATED)
     assert torch.load(io.BytesIO(deflated), weights_only=True).keys() == SMALL.keys()
+    # The file and the policy in it unpack to less than four times their sizes, the policy to seven times the file's.
+    with zipfile.ZipFile(inner := io.BytesIO(data), "a") as archive:
+        archive.writestr("archive/stored", bytes(size // 20))
+        archive.writestr("archive/deflated", bytes(size // 8), zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(io.BytesIO(sb3_zip(inner.getvalue()))) as archive:
+        noise = {"noise": np.random.default_rng(1).bytes(size // 40)}
+        twice = zip_bytes(noise | {name: archive.read(name) for name in archive.namelist()}, zipfile.ZIP_DEFLATED)
     many, rebuild, int32 = torch.zeros(250_000), torch._utils._rebuild_tensor_v2, torch.ones(1, dtype=torch.int32)
     # A key of 2^60 nested tuples, by the memo and by DUP, and an array of any size.
     pickles = (
@@ -356,7 +363,7 @@ def test_zip_archives(tmp_path):
         (sb3_zip(data[:-9]), ""),
         (lies[0], "Bad CRC-32"),
         *((bomb, "unpacks to many times its size") for bomb in (*bombs, *lies[1:], deflated)),
-        (sb3_zip(deflated), "unpacks to many times its size"),
+        *((policy, "unpacks to many times its size") for policy in (sb3_zip(deflated), twice)),
         (sb3_zip({"x.weight": Hostile(bytearray, size)}), "bytearray'; save a state_dict"),
         (torch_bytes({str(i): many[i : i + 1] for i in range(100)}), "it has no weights of a network"),
         (torch_bytes({"x": Hostile(rebuild, torch.zeros(1).expand(99), 0, (99,), (1,))}), "too many values to unpack"),

@@ -298,7 +298,7 @@ def make_learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bo
     else:  # fused Adam does not know the device
         optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
     autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
-    update = script.make_update(networks, optimizer, replay, autocast, args)
+    update = script.make_update(*networks, optimizer, replay, autocast, args)
     update = cuda_graph(update, generator) if graph else update
     learner = Learner(update, replay, *networks, np.random.default_rng(7))
     for _ in range(20):
