@@ -96,6 +96,7 @@ def processor() -> str:
 
 
 def main(args: Args, flags: list[str]) -> None:
+    flags = [str(Path(word).resolve()) if Path(word).exists() else word for word in flags]  # runs have another folder
     scripts = [args.script or ROOT / "cleanrl" / f"{STEMS[args.backend]}.py", *filter(None, [args.against])]
     for script in scripts:
         if not script.is_file():

@@ -467,6 +467,7 @@ def main(args: Args) -> None:
     modules = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
     modules |= {"generator": generator, "rng": rng, "writer": writer}
     progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
+    args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
 
     @torch.no_grad()
     def q_values_of(network: nn.Module, observation: np.ndarray | torch.Tensor) -> torch.Tensor:

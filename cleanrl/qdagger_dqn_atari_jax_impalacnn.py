@@ -474,6 +474,7 @@ def main(args: Args) -> None:
     writer = start_logging(args, run_dir := checkpoint.run_dir)
     modules = {"state": state, "rng": rng, "writer": writer}
     progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
+    args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
     state = modules["state"]
 
     def evaluate(name: str, policy: Callable | None, episodes: int, state: TrainState, replay: Replay | None) -> float:

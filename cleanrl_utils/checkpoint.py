@@ -71,7 +71,7 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     for name, was in flags.items():
         if getattr(args, name) != was and name not in may_change:
             found = f"{flag(name)} is {getattr(args, name)!r:.60} and {args.resume} was started with {was!r:.60}"
-            raise UserError(f"{found}; leave the flag out, or start a new run without --resume")
+            raise UserError(f"{found}; leave out what changes it, or start a new run without --resume")
     return args
 
 
@@ -198,8 +198,9 @@ class Checkpoint:
     def _how_to_resume(self) -> str:
         if not self._kept:
             return "start it again, as it has no checkpoint yet"
-        script = os.path.relpath(script_of(self.args))
-        return f"resume with: {shlex.join(['python', script, '--resume', str(self.run_dir)])}"
+        command = ["python", os.path.relpath(script_of(self.args)), "--resume", str(self.run_dir)]
+        command += ["--upload-model", "--hf-entity", self.args.hf_entity] if self.args.upload_model else []
+        return f"resume with: {shlex.join(command)}"
 
     def _write(self, progress: Any, modules: dict[str, Any], parts: dict[str, bytes], replay: Any) -> None:
         if not self.directory.is_dir():

@@ -23,6 +23,7 @@ LIMITS = (  # flags, and the smallest and largest value that they may have
     ("gamma tau start_e end_e exploration_fraction", 0, 1),
     ("seed", 0, 2**32 - 1),
 )
+BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}  # each is made if its phase has steps
 PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}  # modules that only a flag needs
 
 
@@ -63,7 +64,7 @@ def check_args(args: Any) -> Any:
 def size_problem(args: Any) -> str | None:
     """Return an error message if the sizes leave no transition to sample or no update, otherwise None."""
     needed = (STACK + args.n_step + 1) * args.num_envs  # a stack, an n-step return and one more step
-    for name in ("teacher_steps", "buffer_size") if getattr(args, "offline_steps", 0) else ("buffer_size",):
+    for name in (name for name, phase in BUFFERS.items() if getattr(args, phase, 0)):
         if getattr(args, name) // args.num_envs * args.num_envs < needed:
             with_flags = f"with --num-envs {args.num_envs} and --n-step {args.n_step}"
             return f"{flag(name)} is {getattr(args, name)}; it must be at least {needed} {with_flags}"
@@ -86,7 +87,7 @@ def check_memory(args: Any, one_step: Any, device: Any) -> None:
     # The updates of one step of all environments sample their batches at once.
     batch = math.ceil(args.num_envs / args.train_frequency) * args.batch_size * ACTIVATION_BYTES
     sizes = {"batch_size": batch}
-    for name in ("buffer_size", "teacher_steps") if getattr(args, "offline_steps", 0) else ("buffer_size",):
+    for name in (name for name, phase in BUFFERS.items() if getattr(args, phase, 0)):
         sizes[name] = batch + getattr(args, name) * sum(array.nbytes for array in one_step) / args.num_envs
     for name, size in sizes.items():
         if size > available:

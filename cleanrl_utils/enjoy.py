@@ -92,7 +92,7 @@ def main(args: Args) -> np.ndarray:
     if args.capture_video:
         require_packages("--capture-video", *PACKAGES["capture_video"])
     flags = SimpleNamespace(**vars(args), end_e=args.epsilon)
-    run_dir = Path(f"{args.env_id.replace('/', '-')}-{args.exp_name}")  # it names the folder of the video
+    run_dir = Path(f"{args.env_id.replace('/', '-')}-{Path(args.hf_repository).stem or args.exp_name}")
     q_function, temperature = load_q_function(args)
     returns = np.array(play_episodes("enjoy", q_function, args.eval_episodes, flags, run_dir, temperature=temperature))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5

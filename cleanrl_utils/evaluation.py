@@ -27,14 +27,9 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
 
 
 def play_episodes(
-    name: str,
-    q_function: QFunction | None,
-    episodes: int,
-    args: Any,
-    run_dir: Path,
-    between: Callable[[], None] = lambda: None,
-    temperature: float = 0.0,
-) -> list[float]:
+    name: str, q_function: QFunction | None, episodes: int, args: Any, run_dir: Path,
+    between: Callable[[], None] = lambda: None, temperature: float = 0.0,
+) -> list[float]:  # fmt: skip
     """Play whole episodes ε-greedily, print the mean of their unclipped returns, and return them.
 
     Each episode has an environment of its own and counts whenever it ends. Counting the first ``episodes`` to end would
@@ -122,10 +117,11 @@ def print_summary(args: Any, run_dir: Path, evaluations: dict[str, list[float]],
         print(f"  {label:<26}{np.mean(returns):8.1f} ± {np.std(returns):5.1f}{share:>10}")
     if "online" in evaluations:
         print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
-    print(f"\ncurves:              tensorboard --logdir {run_dir.parent}")
+    print(f"\ncurves:              tensorboard --logdir {shlex.quote(str(run_dir.parent))}")
     script = os.path.relpath(script_of(args))
     game, epsilon = game_flags(args), ["--epsilon", f"{args.end_e:g}"]
     for model in sorted(run_dir.glob("*.cleanrl_model"), key=lambda path: path.stat().st_mtime)[-1:]:
         watch = ["-m", "cleanrl_utils.enjoy", "--hf-repository", str(model), "--script", script, *game]
-        print(f"watch the student:   {shlex.join(['python', *watch, *epsilon, '--capture-video'])}")
+        student = "student" if args.save_model or "online" not in evaluations else "offline student"
+        print(f"{f'watch the {student}:':<21}{shlex.join(['python', *watch, *epsilon, '--capture-video'])}")
         print(f"use it as a teacher: {shlex.join(['python', script, '--teacher-policy-hf-repo', str(model), *game])}")

@@ -91,7 +91,8 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
         api.create_commit(repo, [hf.CommitOperationAdd(*file) for file in files.items()], commit_message=args.exp_name)
         print(f"model uploaded to {url}")
     except Exception as error:
-        retry = shlex.join(["hf", "upload", repo, str(run_dir), ".", "--exclude=checkpoint/*", "--exclude=*-offline-*"])
+        exclude = ["--exclude=checkpoint/*", f"--exclude={args.exp_name}-offline-*"]
+        retry = shlex.join(["hf", "upload", repo, str(run_dir), ".", *exclude])
         print(f"UPLOAD FAILED ({one_line(error)}): {model_path} is saved; upload it with: {retry}", file=sys.stderr)
 
 

@@ -140,7 +140,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read reports, and the runs at and below ``paths``, with the labels that their variants have in the reports."""
     runs, directories = {}, set()
     for path in [path.parent if path.name == RESULTS else path for path in paths]:
-        found = {file.parent.resolve() for file in path.rglob(EVENT_FILES) if file.is_file()}
+        found = {file.parent.resolve() for file in path.rglob(EVENT_FILES) if file.is_file() and not file.is_symlink()}
         if (path / RESULTS).is_file():
             runs |= {run["run"]: run for run in read_report(path)}
         elif not found:
@@ -257,6 +257,7 @@ def write_report(runs: Sequence[Run], out: Path) -> str:
     variants = [run for run in runs if run["teacher_return"] > run["random_return"] and run["final_episodes"]]
     with rc_context({"font.size": 12, "text.parse_math": False}):
         for name, draw, shown in (("curves.png", draw_curves, curves), ("variants.png", draw_variants, variants)):
+            (out / name).unlink(missing_ok=True)  # of an earlier report
             if shown:
                 draw(figure := Figure(layout="constrained"), shown)
                 figure.savefig(out / name, dpi=200, metadata={"Description": table(runs)})

@@ -786,12 +786,26 @@ def test_finished_training_has_no_more_steps(
 ) -> None:
     """After training, --total-timesteps can't be raised, and --save-model still can be given."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "finish", lambda self: sys.exit(0))
+        patch.setattr(Checkpoint, "finish", lambda self: self.close() or sys.exit(0))
         with pytest.raises(SystemExit):
             qdagger.main(args_of(qdagger, teacher, save_model=False))
     run_dir = only(Path("runs").iterdir())
     with pytest.raises(UserError, match=r"deleted at the end of the training: leave --total-timesteps out"):
         resume(qdagger, run_dir, "--total-timesteps", 999)
+
+
+@pytest.mark.parametrize("script", [qdagger, qdagger_jax])
+def test_training_that_is_ended(script: Any, teacher: Path, evaluations: list[str]) -> None:
+    """The student of the online phase is evaluated also if --total-timesteps is now below its steps."""
+    run_dir = stop(script, args_of(script, teacher, offline_steps=1), online_step=120)
+    resume(script, run_dir, "--total-timesteps", 0)
+    assert evaluations[-1] == "online"
+
+
+def test_command_to_resume_an_upload(stopped: Path) -> None:
+    args = dataclasses.replace(parse_args(qdagger.Args, ["--resume", str(stopped)]), upload_model=True, hf_entity="lab")
+    with closing(Checkpoint(args)) as checkpoint:
+        assert checkpoint._how_to_resume().endswith(f"--resume {stopped} --upload-model --hf-entity lab")
 
 
 def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:

@@ -360,6 +360,8 @@ def test_shortest_ring_allowed_can_be_sampled(n_step: int, num_envs: int) -> Non
     assert check_args(args) == args
     args.buffer_size -= 1
     assert "--buffer-size" in size_problem(args)
+    args.total_timesteps = 0  # no replay buffer is made
+    assert not size_problem(args)
     assert all(len(window_of(steps, length, n_step)) >= 2 for steps in range(n_step + 2, 4 * length))
 
 

@@ -126,11 +126,11 @@ def test_what_is_not_understood_is_left_out(tmp_path: Path, capsys, odd: dict) -
     assert re.fullmatch(rf"{first}warning: {run} has no valid .*; it is left out\n", capsys.readouterr().err)
 
 
-def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path) -> None:
+def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Text that is not UTF-8, text that is not valid math, huge sizes, files without a record, a pipe, dead links."""
     text = text_pb("hyperparameters", b"|wandb_entity|\xff|\n|gamma|0.99|")
     Writer(write_events(tmp_path / f"{PONG}__qdagger__1__1", {TRAINING: [(5, 1.0)]}))._add(text, 0)
-    write_run(tmp_path, 2, {TEACHER: [(0, 1.0)], OFFLINE: [(10, 1.0)]}, script="no, end")
+    second = write_run(tmp_path, 2, {TEACHER: [(0, 1.0)], OFFLINE: [(10, 1.0)]}, script="no, end")
     write_run(tmp_path, 3, {TRAINING: [(2**62, 3e38)] * 2, OFFLINE: [(-5, 1.0)]}, offline_steps="1e18")
     run = write_run(tmp_path, 4, {TRAINING: [(1500, 1.0)]}, script=r"$\frac$")
     (run / "events.out.tfevents.1").write_bytes(b"text" * 99)
@@ -138,7 +138,10 @@ def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path) -> None:
     (run / "events.out.tfevents.3").symlink_to(tmp_path / "missing")
     (run / "events.out.tfevents.4").touch()
     os.mkfifo(run / "events.out.tfevents.5")
+    (tmp_path / "wandb").mkdir()  # W&B has links to the files, of a resumed run to the last one only
+    (tmp_path / "wandb/events.out.tfevents.1").symlink_to(next(second.iterdir()))
     report.main(report.Args(paths=[tmp_path], out=tmp_path / "report"))
+    assert "another run" not in capsys.readouterr().err
     lines = [line.split(" | ")[1:3] for line in (tmp_path / "report/table.md").read_text().splitlines()[2:]]
     assert lines == [[r"$\frac$", "1"], ["no, end", "1"], ["qdagger", "2"]]
     assert ",nan," not in (tmp_path / "report/results.csv").read_text()
