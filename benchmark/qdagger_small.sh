@@ -60,7 +60,7 @@ small Breakout $torch -target-100 $breakout "--target-network-frequency 100 $tau
 python benchmark/ppo_teacher.py --out ppo-BreakoutNoFrameskip-v4.zip
 small Breakout $torch -ppo ppo-BreakoutNoFrameskip-v4.zip "$taught"
 small Breakout $jax -ppo ppo-BreakoutNoFrameskip-v4.zip "$taught"
-# A longer run. In the results, one seed was stopped after 155,000 steps.
+# A longer run. In the results, two seeds were ended after 352,000 and 184,000 steps.
 small Breakout $torch -1M-final-1e-5 $breakout "--offline-steps 2000 --total-timesteps 1000000 --buffer-size 300000
     --exploration-fraction 0.005 --final-learning-rate 1e-5 --eval-episodes 100"
 # The second generation: the best student of Pong, seed 2, is the teacher.
