@@ -18,7 +18,7 @@ def one_line_errors() -> Iterator[None]:
     """Print a :class:`UserError`, a full disk or limit of threads, and Ctrl-C as one line; exit with 2, 1 and 130."""
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the shell's 2>&-)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # the output contains "±", which some encodings lack
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # some encodings lack "±"; logs are read live
     try:
         yield
     except UserError as error:
@@ -28,7 +28,8 @@ def one_line_errors() -> Iterator[None]:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would fail again when it flushes stdout at the end
+        for stream in (1, 2):  # or Python would fail again when it flushes them at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(141)
     except (OSError, RuntimeError) as error:
         if str(error) in ("can't start new thread", os.strerror(errno.EAGAIN)):  # of Python and of ALE

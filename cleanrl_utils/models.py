@@ -216,7 +216,6 @@ def as_float32(key: str, value: Any) -> np.ndarray:
 # network.0.res_block1.conv0 is ConvSequence_0/ResidualBlock_1/Conv_0. Layers directly in PyTorch's `Sequential` are
 # Conv_0, Conv_1, … and Dense_0, Dense_1, … in flax. A ReLU follows each of them; a Flatten follows the last
 # convolution, and a Flatten and a ReLU follow the last sequence.
-#
 # Kernels of convolutions are OIHW in PyTorch and HWIO in flax; those of dense layers are (out, in) and (in, out). The
 # first dense layer reads a flattened image: its inputs are ordered CHW in PyTorch and HWC in flax.
 TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(actor)"

@@ -15,6 +15,9 @@ if os.environ.get("QDAGGER_TEST_GPU") != "1":
 else:  # JAX would allocate most of the GPU's memory, and leave too little to PyTorch and to the scripts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Commands of the tests are "python …", which a bare machine does not have.
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+
 # Runs of the same sizes compile once. JAX reads these when it is imported, here or in a script that a test runs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"

@@ -57,6 +57,7 @@ class Args:
     seed: int = 1
     resume: str | None = None
     checkpoint_minutes: float = 10
+    upload_model: bool = False
 
 
 @dataclass
@@ -802,12 +803,6 @@ def test_training_that_is_ended(script: Any, teacher: Path, evaluations: list[st
     assert evaluations[-1] == "online"
 
 
-def test_command_to_resume_an_upload(stopped: Path) -> None:
-    args = dataclasses.replace(parse_args(qdagger.Args, ["--resume", str(stopped)]), upload_model=True, hf_entity="lab")
-    with closing(Checkpoint(args)) as checkpoint:
-        assert checkpoint._how_to_resume().endswith(f"--resume {stopped} --upload-model --hf-entity lab")
-
-
 def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
     """No run, no checkpoint, the run of another script, or a run that another process runs: one line each."""
     for path, words in ((tmp_path / "no", "no such directory"), (tmp_path, "no checkpoint")):
@@ -820,6 +815,8 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
         running.restore_signals()  # as before an upload
         with pytest.raises(UserError, match="still running in another process"):
             Checkpoint(args)
+        args.upload_model, args.hf_entity = True, "lab"
+        assert running._how_to_resume().endswith(f"--resume {stopped} --upload-model --hf-entity lab")
 
 
 # ==================== processes ====================
