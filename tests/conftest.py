@@ -15,8 +15,7 @@ if os.environ.get("QDAGGER_TEST_GPU") != "1":
 else:  # JAX would allocate most of the GPU's memory, and leave too little to PyTorch and to the scripts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Commands of the tests are "python …", which a bare machine does not have.
-os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # may have no `python`
 
 # Runs of the same sizes compile once. JAX reads these when it is imported, here or in a script that a test runs.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
@@ -33,7 +32,8 @@ import torch
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, also in the runs that tests start
+# nohup and a shell's "&" ignore them, also in the runs that tests start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signal.default_int_handler)
 # The scripts are run, not installed: tests import them by file name, as `python cleanrl/dqn_atari.py` would find them.
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 
