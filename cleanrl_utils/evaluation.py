@@ -119,9 +119,9 @@ def print_summary(args: Any, run_dir: Path, evaluations: dict[str, list[float]],
         print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
     print(f"\ncurves:              tensorboard --logdir {shlex.quote(str(run_dir.parent))}")
     script = os.path.relpath(script_of(args))
-    game, epsilon = game_flags(args), ["--epsilon", f"{args.end_e:g}"]
+    game, epsilon = game_flags(args), ["--epsilon", str(args.end_e)]
     for model in sorted(run_dir.glob("*.cleanrl_model"), key=lambda path: path.stat().st_mtime)[-1:]:
         watch = ["-m", "cleanrl_utils.enjoy", "--hf-repository", str(model), "--script", script, *game]
         student = "student" if args.save_model or "online" not in evaluations else "offline student"
-        print(f"{f'watch the {student}:':<21}{shlex.join(['python', *watch, *epsilon, '--capture-video'])}")
+        print(f"{f'watch the {student}:':<20} {shlex.join(['python', *watch, *epsilon, '--capture-video'])}")
         print(f"use it as a teacher: {shlex.join(['python', script, '--teacher-policy-hf-repo', str(model), *game])}")

@@ -121,7 +121,7 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
 Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole episodes, unclipped rewards).
 To watch it play, to use it as a teacher and to train it again:
 ```bash
-python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game}{network} --epsilon {args.end_e:g}
+python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game}{network} --epsilon {args.end_e}
 python cleanrl/{qdagger} --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name} {game}
 {shlex.join(train)}
 ```

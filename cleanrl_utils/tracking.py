@@ -35,7 +35,7 @@ def script_of(args: Any) -> Path:
 def game_flags(args: Any) -> list[str]:
     """Return the flags with which other commands play the game of a run."""
     sticky = args.repeat_action_probability
-    flags = [] if sticky is None else ["--repeat-action-probability", f"{sticky:g}"]
+    flags = [] if sticky is None else ["--repeat-action-probability", str(sticky)]
     return ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space, *flags]
 
 
