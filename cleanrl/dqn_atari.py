@@ -22,8 +22,9 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import cuda_graph, pick_torch_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
+from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import atomic_write, start_logging
+from cleanrl_utils.tracking import start_logging
 
 
 @dataclass

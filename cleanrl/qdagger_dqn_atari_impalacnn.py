@@ -23,9 +23,10 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import cuda_graph, pick_torch_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
+from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import open_model
-from cleanrl_utils.tracking import atomic_write, start_logging
+from cleanrl_utils.tracking import start_logging
 
 
 @dataclass

@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
@@ -34,7 +34,8 @@ from tqdm import tqdm
 
 from cleanrl_utils.checks import check_args
 from cleanrl_utils.errors import UserError, flag, one_line, user_errors
-from cleanrl_utils.tracking import Writer, atomic_write, make_run_dir, script_of, sync_directory, write_progress
+from cleanrl_utils.files import atomic_write, read_zip, sync_directory
+from cleanrl_utils.tracking import Writer, make_run_dir, script_of, write_progress
 
 T = TypeVar("T")
 MAY_CHANGE = (  # flags that may have another value in a resumed run
@@ -292,12 +293,6 @@ def lock_directory(path: Path) -> int:
             os.close(descriptor)
             raise UserError(f"--resume {path}: this run is still running in another process; stop it first") from error
     return descriptor
-
-
-def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Read members of a zip file, which has a checksum for each; raise a UserError if it is damaged."""
-    with user_errors(f"{path.name} can't be read", "it is damaged"), zipfile.ZipFile(path) as file:
-        return {name: file.read(name) for name in members}
 
 
 def check_types(values: dict[str, Any], dataclass: type) -> None:

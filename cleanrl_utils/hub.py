@@ -12,7 +12,8 @@ import numpy as np
 from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError, one_line, user_errors
-from cleanrl_utils.tracking import VIDEOS, atomic_write, game_flags, script_of
+from cleanrl_utils.files import atomic_write
+from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
 
 CONTINUE = "check the name, `hf auth login`, or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 (Pong, BeamRider)"
 REQUEST_TIMEOUT = 30.0  # seconds without progress

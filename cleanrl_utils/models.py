@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages, user_errors
-from cleanrl_utils.tracking import atomic_write
+from cleanrl_utils.files import atomic_write
 
 Weights = dict[str, np.ndarray]  # float32 arrays under the names and in the layout of a PyTorch state dict
 Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel

@@ -1,4 +1,4 @@
-"""The logs of a run: its directory, TensorBoard and W&B, the progress bar; files written atomically."""
+"""The logs of a run: its directory, TensorBoard and W&B, the progress bar."""
 
 import inspect
 import itertools
@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -176,29 +176,3 @@ def write_progress(run_dir: Path, fields: dict[str, Any]) -> None:
     temporary = run_dir / "progress.json.tmp"
     temporary.write_text(json.dumps(fields))
     temporary.replace(run_dir / "progress.json")
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that gets the name ``path`` once all of it is on the disk; before that it is ``{path}.tmp``."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:  # the error of a full disk names no file
-            error.filename = str(path)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Write the names of the files in a directory to the disk, where the file system can do that."""
-    directory = os.open(path, os.O_RDONLY)
-    with suppress(OSError):  # EINVAL on some network file systems
-        os.fsync(directory)
-    os.close(directory)
