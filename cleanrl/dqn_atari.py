@@ -4,7 +4,6 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning; n-s
 """
 
 import copy
-import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import cuda_graph, pick_torch_device
+from cleanrl_utils.device import cuda_graph, download, set_up_torch, upload
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
@@ -51,7 +49,7 @@ class Args:
     """the entity (team) of wandb's project"""
     capture_video: bool = False
     """whether to film an episode after the final evaluation (check out the `videos` folder)"""
-    save_model: bool = False
+    save_model: bool = True
     """whether to save the model into the `runs/{run_name}` folder"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
@@ -106,7 +104,7 @@ class Progress:
     step: int = 0  # environment steps
     seconds: float = 0.0  # time of training
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
-    evaluation: list[float] = field(default_factory=list)  # episodic returns of the final evaluation
+    final_returns: list[float] = field(default_factory=list)  # episodic returns of the final evaluation
 
 
 class QNetwork(nn.Module):
@@ -134,7 +132,7 @@ def save_model(network: nn.Module, path: Path) -> None:
         torch.save({key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}, file)
 
 
-class Transitions(NamedTuple):
+class Ring(NamedTuple):
     """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
 
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
@@ -159,33 +157,41 @@ class Batch(NamedTuple):
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on the device of the networks."""
 
-    def __init__(self, size: int, args: Args, generator: torch.Generator):
-        self.length, self.steps_added, self.generator = size // args.num_envs, 0, generator
-        self.age = np.zeros(args.num_envs, np.int32)
-        self.n_step, self.gamma = args.n_step, args.gamma
-        shape, new = (self.length, args.num_envs), functools.partial(torch.empty, device=generator.device)
-        self.ring = Transitions(
-            frame=new((*shape, 84, 84), dtype=torch.uint8), action=new(shape, dtype=torch.uint8),
-            reward=new(shape, dtype=torch.float32), terminated=new(shape, dtype=torch.bool),
-            age=new(shape, dtype=torch.int32), valid=new(shape, dtype=torch.bool),
-        )  # fmt: skip
+    def __init__(self, size: int, args: Args, device: torch.device):
+        self.length = size // args.num_envs
+        self.n_step = args.n_step
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
+        shape = (self.length, args.num_envs)
+        self.ring = Ring(
+            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device),
+            action=torch.empty(shape, dtype=torch.uint8, device=device),
+            reward=torch.empty(shape, dtype=torch.float32, device=device),
+            terminated=torch.empty(shape, dtype=torch.bool, device=device),
+            age=torch.empty(shape, dtype=torch.int32, device=device),
+            valid=torch.empty(shape, dtype=torch.bool, device=device),
+        )
 
     def add(self, observation: torch.Tensor, action: np.ndarray, result: Step) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Transitions(
-            frame=observation[:, -1], action=action, reward=np.clip(result.reward, -1, 1), age=self.age,
-            terminated=result.terminated, valid=~result.reset,
-        )  # fmt: skip
+        step = Ring(
+            frame=observation[:, -1],
+            action=action.astype(np.uint8),
+            reward=np.clip(result.reward, -1, 1).astype(np.float32),
+            terminated=result.terminated,
+            age=self.age,
+            valid=~result.reset,
+        )
+        slot = self.steps_added % self.length
         for array, value in zip(self.ring, step, strict=True):
-            # Non-blocking: a plain assignment would synchronise with the GPU.
-            array[self.steps_added % self.length].copy_(torch.as_tensor(value), non_blocking=True)
+            array[slot].copy_(upload(value, array.device), non_blocking=True)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
 
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring.valid[(self.steps_added - 1) % self.length] = False
-        self.age[:] = 0
+        self.age = np.zeros_like(self.age)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -193,39 +199,54 @@ class Replay:
         low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
         return low, max(low, self.steps_added - self.n_step)
 
-    def sample(self, batch_size: int, low: float, high: float) -> Batch:
-        """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
-        # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
-        # If all 8 are invalid, the sample is a final observation, which has no TD error.
-        on = {"generator": self.generator, "device": self.generator.device}
-        t = low + (torch.rand((8, batch_size), dtype=torch.float64, **on) * (high - low)).long()
-        env = torch.randint(0, self.ring.valid.shape[1], (8, batch_size), **on)
-        first = self.ring.valid[t % self.length, env].int().argmax(dim=0, keepdim=True)
-        return self.batch(t.gather(0, first)[0], env.gather(0, first)[0])
 
-    def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
-        """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
-        # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
-        n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
-        running = torch.ones_like(t, dtype=torch.bool)
-        for k in range(self.n_step):
-            slot = (t + k) % self.length
-            running = running & self.ring.valid[slot, env]
-            n_step_return = n_step_return + running * self.gamma**k * self.ring.reward[slot, env]
-            survives = self.gamma * ~self.ring.terminated[slot, env]
-            discount = discount * torch.where(running, survives, 1.0)
-            m = m + running
-            running = running & ~self.ring.terminated[slot, env]
-        slot = t % self.length
-        action, valid = self.ring.action[slot, env].long(), self.ring.valid[slot, env]
-        observation, bootstrap_observation = self.stack(t, env), self.stack(t + m, env)
-        return Batch(observation, action, n_step_return, bootstrap_observation, discount, valid)
+def sample(
+    ring: Ring, low: float, high: float, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
+) -> Batch:
+    """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
+    length, num_envs = ring.valid.shape
+    # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
+    # If all 8 are invalid, the sample is a final observation, which has no TD error.
+    candidates = (8, batch_size)
+    fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
+    t = low + (fraction * (high - low)).long()
+    env = torch.randint(0, num_envs, candidates, generator=generator, device=generator.device)
+    first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
+    return transitions_at(ring, t.gather(0, first_valid)[0], env.gather(0, first_valid)[0], n_step, gamma)
 
-    def stack(self, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
-        """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
-        ago = torch.arange(3, -1, -1, device=t.device)
-        in_episode = self.ring.age[t % self.length, env][:, None] >= ago
-        return self.ring.frame[(t[:, None] - ago) % self.length, env[:, None]] * in_episode[:, :, None, None]
+
+def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
+    """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
+    length = len(ring.valid)
+    # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
+    n_step_return = torch.zeros_like(t, dtype=torch.float32)
+    discount = torch.ones_like(n_step_return)
+    m = torch.zeros_like(t)  # rewards in the return
+    running = torch.ones_like(t, dtype=torch.bool)
+    for k in range(n_step):
+        slot = (t + k) % length
+        running = running & ring.valid[slot, env]
+        n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
+        discount = discount * torch.where(running, gamma * ~ring.terminated[slot, env], 1.0)
+        m = m + running
+        running = running & ~ring.terminated[slot, env]
+    slot = t % length
+    return Batch(
+        observation=stack_frames(ring, t, env),
+        action=ring.action[slot, env].long(),
+        n_step_return=n_step_return,
+        bootstrap_observation=stack_frames(ring, t + m, env),
+        bootstrap_discount=discount,
+        valid=ring.valid[slot, env],
+    )
+
+
+def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
+    """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
+    length = len(ring.valid)
+    ago = torch.arange(3, -1, -1, device=t.device)
+    in_episode = ring.age[t % length, env][:, None] >= ago
+    return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
@@ -235,33 +256,37 @@ class Losses(NamedTuple):
     q_values: torch.Tensor  # float32 (B,), of the actions taken
 
 
-def dqn_loss(q_network: nn.Module, target_network: nn.Module, batch: Batch) -> Losses:
-    """Compute the mean squared TD error: mean (Q(s,a) − y)², y = Σ γᵏ r + γᵐ max Q'(s',·)."""
-    with torch.no_grad():
-        y = batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+@torch.no_grad()
+def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
+    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+
+
+def dqn_loss(q_network: nn.Module, y: torch.Tensor, batch: Batch) -> Losses:
+    """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
     q_of_action = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
-    return Losses(F.mse_loss(q_of_action * batch.valid, y * batch.valid), q_of_action)
+    return Losses(torch.mean((q_of_action - y) ** 2 * batch.valid), q_of_action)
 
 
 def make_update(
-    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, replay: Replay,
-    autocast: torch.autocast, args: Args,
+    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
+    generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
     """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
     loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
     def update(low: float, high: float) -> Losses:
         """Make a gradient step on transitions of steps [low, high); both are tensors in a CUDA graph."""
-        batch = replay.sample(args.batch_size, low, high)
+        batch = sample(ring, low, high, args.batch_size, generator, args.n_step, args.gamma)
         with autocast:
-            losses = loss_function(q_network, target_network, batch)
+            y = td_target(target_network, batch)
+            losses = loss_function(q_network, y, batch)
         optimizer.zero_grad()
         losses.td_loss.backward()
         optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    use_graph = args.cuda_graph and replay.generator.device.type == "cuda"
-    return cuda_graph(update, replay.generator) if use_graph else update
+    return cuda_graph(update, generator) if args.cuda_graph and ring.frame.is_cuda else update
 
 
 @torch.no_grad()
@@ -276,11 +301,12 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
 
 
-def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
     """Choose actions, int64 (B,), from Q-values (B, A): random with probability ``epsilon``, otherwise greedy."""
-    batch, num_actions = q_values.shape
-    random = rng.integers(0, num_actions, batch)
-    return np.where(rng.random(batch) < epsilon, random, q_values.argmax(dim=1).cpu().numpy())
+    batch_size, num_actions = q_values.shape
+    random_action = rng.integers(0, num_actions, batch_size)
+    explore = rng.random(batch_size) < epsilon
+    return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
 def times_due(start: int, end: int, every: int) -> int:
@@ -291,15 +317,16 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
-    device, autocast = pick_torch_device(args.cuda, args.bf16)
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-
-    torch.manual_seed(args.seed)
+    device, bf16 = set_up_torch(args.cuda, args.bf16)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
-    rng = np.random.default_rng(args.seed)
+    torch.manual_seed(args.seed)
     generator = torch.Generator(device).manual_seed(args.seed)
-    check_memory(args, Replay(args.num_envs, args, generator).ring, device)
+    rng = np.random.default_rng(args.seed)
+
+    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
+    check_memory(args, Replay(args.num_envs, args, device).ring, device)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     optimizer = torch.optim.Adam(
@@ -309,80 +336,90 @@ def main(args: Args) -> None:
     checkpoint = Checkpoint(args)
     run_dir = checkpoint.run_dir
     writer = start_logging(args, run_dir)
-    modules = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
-    modules |= {"generator": generator, "rng": rng, "writer": writer}
-    progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
+    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
+    parts |= {"generator": generator, "rng": rng, "writer": writer}
+    progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
+    args.total_timesteps = max(args.total_timesteps, progress.step)  # a smaller number ends a resumed run now
 
     @torch.no_grad()
-    def q_values_of(observation: np.ndarray | torch.Tensor) -> torch.Tensor:
+    def q_values_of(observation: torch.Tensor) -> torch.Tensor:
         with autocast:
-            return q_network(torch.as_tensor(observation, device=device))
+            return q_network(observation)
 
     # ==================== training ====================
     if progress.step < args.total_timesteps:
-        replay = Replay(args.buffer_size, args, generator)
+        replay = Replay(args.buffer_size, args, device)
         if progress.step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
         else:
-            checkpoint.save(progress, modules)  # a full disk is found now
-        update = make_update(q_network, target_network, optimizer, replay, autocast, args)
-        losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
-        observation = torch.as_tensor(envs.reset((args.seed, progress.step)), device=device)
+            checkpoint.save(progress, parts)  # a full disk is found now
+        update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+        losses = None
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        observation = upload(envs.reset((args.seed, progress.step)), device)
         bar = writer.progress_bar("training", range(progress.step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for global_step in bar:
             next_step = global_step + args.num_envs
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values_of(observation), epsilon, rng))
+            read_q_values = download(q_values_of(observation))
 
-            # Emulation overlaps learning: nothing from here to `recv` synchronises with the GPU.
+            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
             low, high = replay.window
             if global_step >= args.learning_starts and high > low:
                 for _ in range(times_due(global_step, next_step, args.train_frequency)):
                     losses = update(low, high)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
+
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(read_q_values(), epsilon, rng))
             result = envs.recv()
             replay.add(observation, action, result)
-            observation = torch.as_tensor(result.observation, device=device)
+            observation = upload(result.observation, device)
 
-            progress.step, progress.seconds = next_step, time.perf_counter() - start_time
-            for episodic_return, length in result.episodes:
+            progress.step = next_step
+            progress.seconds = time.perf_counter() - start_time
+            ended = np.flatnonzero(result.reset).tolist()
+            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                writer.add_scalar("charts/episodic_length", length, global_step)
+                # A step of its own for each environment: TensorBoard and W&B show one point per step.
+                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
-                for name, term in losses._asdict().items() if losses else ():
-                    writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            checkpoint.save_if_due(progress, modules, replay)
+                if losses is not None:
+                    for name, term in losses._asdict().items():
+                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+            checkpoint.save_if_due(progress, parts, replay)
         del replay, update
     envs.close()
 
-    # ==================== evaluate, save, upload ====================
+    # ==================== save, evaluate, upload ====================
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if not progress.evaluation:
-        checkpoint.save(progress, modules)  # an evaluation that is interrupted starts again from here
-
-        def q_function(observation: np.ndarray) -> np.ndarray:
-            return q_values_of(observation).cpu().numpy()
-
-        progress.evaluation = play_episodes(
-            "evaluation", q_function, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
-        )
-        checkpoint.save(progress, modules)
     if args.save_model:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
-    for i, episodic_return in enumerate(progress.evaluation):
+    if not progress.final_returns:
+        checkpoint.save(progress, parts)  # an evaluation that is interrupted starts again from here
+        action_rng = np.random.default_rng(args.seed + 1000)
+
+        def act(observation: np.ndarray) -> np.ndarray:
+            q_values = q_values_of(upload(observation, device)).cpu().numpy()
+            return epsilon_greedy(q_values, args.end_e, action_rng)
+
+        progress.final_returns = play_episodes(
+            "evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
+        )
+        checkpoint.save(progress, parts)
+    for i, episodic_return in enumerate(progress.final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.evaluation)
+        upload_model(args, run_dir, model_path, progress.final_returns)
     checkpoint.finish()
 
 

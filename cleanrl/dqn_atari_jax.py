@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import pick_jax_device
+from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.hub import upload_model
@@ -46,7 +46,7 @@ class Args:
     """the entity (team) of wandb's project"""
     capture_video: bool = False
     """whether to film an episode after the final evaluation (check out the `videos` folder)"""
-    save_model: bool = False
+    save_model: bool = True
     """whether to save the model into the `runs/{run_name}` folder"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
@@ -101,7 +101,7 @@ class Progress:
     step: int = 0  # environment steps
     seconds: float = 0.0  # time of training
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
-    evaluation: list[float] = field(default_factory=list)  # episodic returns of the final evaluation
+    final_returns: list[float] = field(default_factory=list)  # episodic returns of the final evaluation
 
 
 class QNetwork(nn.Module):
@@ -137,7 +137,7 @@ def save_model(params: Params, path: Path) -> None:
     write_flax(path, jax.device_get(params))
 
 
-class Transitions(NamedTuple):
+class Ring(NamedTuple):
     """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
 
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
@@ -159,32 +159,34 @@ class Batch(NamedTuple):
     valid: jax.Array  # bool (B,), False for a final observation, which has no TD error
 
 
-@functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
-def write_step(ring: Transitions, slot: int, step: Transitions) -> Transitions:
-    """Write a step of each environment, arrays (N, …), to a slot of the ring."""
-    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
-
-
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on JAX's device."""
 
     def __init__(self, size: int, args: Args):
-        self.length, self.steps_added = size // args.num_envs, 0
-        self.age = np.zeros(args.num_envs, np.int32)
+        self.length = size // args.num_envs
         self.n_step = args.n_step
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, args.num_envs)
-        self.ring = Transitions(
-            frame=jnp.zeros((*shape, 84, 84), jnp.uint8), action=jnp.zeros(shape, jnp.uint8),
-            reward=jnp.zeros(shape, jnp.float32), terminated=jnp.zeros(shape, bool),
-            age=jnp.zeros(shape, jnp.int32), valid=jnp.zeros(shape, bool),
-        )  # fmt: skip
+        self.ring = Ring(
+            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+            action=jnp.zeros(shape, jnp.uint8),
+            reward=jnp.zeros(shape, jnp.float32),
+            terminated=jnp.zeros(shape, bool),
+            age=jnp.zeros(shape, jnp.int32),
+            valid=jnp.zeros(shape, bool),
+        )
 
-    def add(self, observation: np.ndarray, action: np.ndarray, result: Step) -> None:
+    def add(self, observation: jax.Array, action: np.ndarray, result: Step) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Transitions(
-            frame=observation[:, -1], action=action.astype(np.uint8), age=self.age, terminated=result.terminated,
-            reward=np.clip(result.reward, -1, 1).astype(np.float32), valid=~result.reset,
-        )  # fmt: skip
+        step = Ring(
+            frame=observation,
+            action=action.astype(np.uint8),
+            reward=np.clip(result.reward, -1, 1).astype(np.float32),
+            terminated=result.terminated,
+            age=self.age,
+            valid=~result.reset,
+        )
         self.ring = write_step(self.ring, self.steps_added % self.length, step)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
@@ -192,7 +194,8 @@ class Replay:
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         valid = self.ring.valid.at[(self.steps_added - 1) % self.length].set(False)
-        self.ring, self.age = self.ring._replace(valid=valid), np.zeros_like(self.age)
+        self.ring = self.ring._replace(valid=valid)
+        self.age = np.zeros_like(self.age)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -201,29 +204,35 @@ class Replay:
         return low, max(low, self.steps_added - self.n_step)
 
 
-def sample(ring: Transitions, key: jax.Array, low: int, high: int, args: Args) -> Batch:
+@functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
+def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
+    """Write a step of each environment, arrays (N, …), to a slot; its ``frame`` is a stack, of which one is stored."""
+    step = step._replace(frame=step.frame[:, -1])
+    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
+
+
+def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_step: int, gamma: float) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
+    # Rejection sampling with 8 candidates at once, since shapes are fixed.
+    # If all 8 are invalid, the sample is a final observation, which has no TD error.
+    candidates = (8, batch_size)
     t_key, env_key = jax.random.split(key)
-    # Rejection sampling with 8 candidates, since shapes are fixed. If all are invalid, there is no TD error.
-    t = jax.random.randint(t_key, (8, args.batch_size), low, high)
-    env = jax.random.randint(env_key, (8, args.batch_size), 0, num_envs)
-    first = ring.valid[t % length, env].argmax(axis=0)[None]
-    t, env = jnp.take_along_axis(t, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
-    return transitions(ring, t, env, args.n_step, args.gamma)
+    t = jax.random.randint(t_key, candidates, low, high)
+    env = jax.random.randint(env_key, candidates, 0, num_envs)
+    first_valid = ring.valid[t % length, env].argmax(axis=0)[None]
+    t = jnp.take_along_axis(t, first_valid, 0)[0]
+    env = jnp.take_along_axis(env, first_valid, 0)[0]
+    return transitions_at(ring, t, env, n_step, gamma)
 
 
-def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
     """Return the transitions of steps ``t``, integers (B,), in environments ``env``, integers (B,)."""
-    length = ring.valid.shape[0]
-
-    def stack(t: jax.Array) -> jax.Array:  # uint8 (B, 4, 84, 84), with zeros for frames before the reset
-        ago = jnp.arange(3, -1, -1)
-        in_episode = ring.age[t % length, env][:, None] >= ago
-        return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
-
+    length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
-    n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
+    n_step_return = jnp.zeros(t.shape)
+    discount = jnp.ones(t.shape)
+    m = jnp.zeros_like(t)  # rewards in the return
     running = jnp.ones(t.shape, bool)
     for k in range(n_step):
         slot = (t + k) % length
@@ -233,7 +242,22 @@ def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, ga
         m = m + running
         running = running & ~ring.terminated[slot, env]
     slot = t % length
-    return Batch(stack(t), ring.action[slot, env], n_step_return, stack(t + m), discount, ring.valid[slot, env])
+    return Batch(
+        observation=stack_frames(ring, t, env),
+        action=ring.action[slot, env],
+        n_step_return=n_step_return,
+        bootstrap_observation=stack_frames(ring, t + m, env),
+        bootstrap_discount=discount,
+        valid=ring.valid[slot, env],
+    )
+
+
+def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
+    """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
+    length = len(ring.valid)
+    ago = jnp.arange(3, -1, -1)
+    in_episode = ring.age[t % length, env][:, None] >= ago
+    return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
@@ -243,13 +267,17 @@ class Losses(NamedTuple):
     q_values: jax.Array  # float32 (B,), of the actions taken
 
 
-def dqn_loss(params: Params, target_params: Params, batch: Batch, apply: Callable) -> tuple[jax.Array, Losses]:
-    """Compute the mean squared TD error: mean (Q(s,a) − y)², y = Σ γᵏ r + γᵐ max Q'(s',·)."""
-    y = batch.n_step_return + batch.bootstrap_discount * apply(target_params, batch.bootstrap_observation).max(axis=1)
+def td_target(target_params: Params, batch: Batch, apply: Callable) -> jax.Array:
+    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    return batch.n_step_return + batch.bootstrap_discount * apply(target_params, batch.bootstrap_observation).max(1)
+
+
+def dqn_loss(params: Params, y: jax.Array, batch: Batch, apply: Callable) -> tuple[jax.Array, Losses]:
+    """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
     q_values = apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
     q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
-    td_loss = jnp.mean((q_of_action - jax.lax.stop_gradient(y)) ** 2 * batch.valid)
+    td_loss = jnp.mean((q_of_action - y) ** 2 * batch.valid)
     return td_loss, Losses(td_loss, q_of_action)
 
 
@@ -262,16 +290,21 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-def update(
-    state: TrainState, ring: Transitions, low: int, high: int,
-    *, args: Args, apply: Callable, optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, Losses]:  # fmt: skip
-    """Make a gradient step on transitions of steps [low, high)."""
-    key, sample_key = jax.random.split(state.key)
-    batch = sample(ring, sample_key, low, high, args)
-    gradients, losses = jax.grad(dqn_loss, has_aux=True)(state.params, state.target_params, batch, apply)
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
-    return TrainState(optax.apply_updates(state.params, updates), state.target_params, optimizer_state, key), losses
+def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+    """Return the compiled function that updates the state."""
+    gradient_of = jax.grad(dqn_loss, has_aux=True)
+
+    def update(state: TrainState, ring: Ring, low: int, high: int) -> tuple[TrainState, Losses]:
+        """Make a gradient step on transitions of steps [low, high)."""
+        key, sample_key = jax.random.split(state.key)
+        batch = sample(ring, low, high, args.batch_size, sample_key, args.n_step, args.gamma)
+        y = td_target(state.target_params, batch, q_network.apply)
+        gradients, losses = gradient_of(state.params, y, batch, q_network.apply)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(params, state.target_params, optimizer_state, key), losses
+
+    return jax.jit(update, donate_argnums=0)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -285,11 +318,12 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
 
 
-def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator) -> np.ndarray:
+def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
     """Choose actions, int64 (B,), from Q-values (B, A): random with probability ``epsilon``, otherwise greedy."""
-    batch, num_actions = q_values.shape
-    random = rng.integers(0, num_actions, batch)
-    return np.where(rng.random(batch) < epsilon, random, np.asarray(q_values).argmax(axis=1))
+    batch_size, num_actions = q_values.shape
+    random_action = rng.integers(0, num_actions, batch_size)
+    explore = rng.random(batch_size) < epsilon
+    return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
 def times_due(start: int, end: int, every: int) -> int:
@@ -300,25 +334,30 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
-    dtype = pick_jax_device(args.bf16)
+    dtype = set_up_jax(args.bf16)
+    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
+    rng = np.random.default_rng(args.seed)
+
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
     check_memory(args, Replay(args.num_envs, args).ring, jax.devices()[0])
-
-    rng = np.random.default_rng(args.seed)
-    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    apply = jax.jit(q_network.apply)
-    learn = jax.jit(functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer), donate_argnums=0)
+    q_values_of = jax.jit(q_network.apply)
 
     checkpoint = Checkpoint(args)
     run_dir = checkpoint.run_dir
     writer = start_logging(args, run_dir)
-    modules = {"state": state, "rng": rng, "writer": writer}
-    progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
-    state = modules["state"]
+
+    def parts() -> dict[str, Any]:
+        """Return the parts of a checkpoint: a function here, since ``state`` is a new tree after each update."""
+        return {"state": state, "rng": rng, "writer": writer}
+
+    restored = parts()
+    progress = checkpoint.restore(Progress(), restored)  # unchanged in a new run
+    state = restored["state"]
+    args.total_timesteps = max(args.total_timesteps, progress.step)  # a smaller number ends a resumed run now
 
     # ==================== training ====================
     if progress.step < args.total_timesteps:
@@ -327,60 +366,74 @@ def main(args: Args) -> None:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
         else:
-            checkpoint.save(progress, modules)  # a full disk is found now
-        losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
-        observation = envs.reset((args.seed, progress.step))
+            checkpoint.save(progress, parts())  # a full disk is found now
+        update = make_update(q_network, optimizer, args)
+        losses = None
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        observation = jax.device_put(envs.reset((args.seed, progress.step)))
         bar = writer.progress_bar("training", range(progress.step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for global_step in bar:
             next_step = global_step + args.num_envs
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(apply(state.params, observation), epsilon, rng))
+            q_values = q_values_of(state.params, observation)
+            q_values.copy_to_host_async()
 
-            # Emulation overlaps learning: nothing from here to `recv` synchronises with the GPU.
+            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
             low, high = replay.window
             if global_step >= args.learning_starts and high > low:
                 for _ in range(times_due(global_step, next_step, args.train_frequency)):
-                    state, losses = learn(state, replay.ring, low, high)
+                    state, losses = update(state, replay.ring, low, high)
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
+
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng))
             result = envs.recv()
             replay.add(observation, action, result)
-            observation = result.observation
+            observation = jax.device_put(result.observation)
 
-            progress.step, progress.seconds = next_step, time.perf_counter() - start_time
-            for episodic_return, length in result.episodes:
+            progress.step = next_step
+            progress.seconds = time.perf_counter() - start_time
+            ended = np.flatnonzero(result.reset).tolist()
+            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                writer.add_scalar("charts/episodic_length", length, global_step)
+                # A step of its own for each environment: TensorBoard and W&B show one point per step.
+                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
-                for name, term in losses._asdict().items() if losses else ():
-                    writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            checkpoint.save_if_due(progress, modules | {"state": state}, replay)
-        del replay
+                if losses is not None:
+                    for name, term in losses._asdict().items():
+                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+            checkpoint.save_if_due(progress, parts(), replay)
+        del replay, update
     envs.close()
 
-    # ==================== evaluate, save, upload ====================
+    # ==================== save, evaluate, upload ====================
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if not progress.evaluation:
-        checkpoint.save(progress, modules | {"state": state})  # an interrupted evaluation starts again from here
-        policy = functools.partial(apply, state.params)
-        progress.evaluation = play_episodes(
-            "evaluation", policy, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
-        )
-        checkpoint.save(progress, modules | {"state": state})
     if args.save_model:
         save_model(state.params, model_path)
         print(f"model saved to {model_path}")
-    for i, episodic_return in enumerate(progress.evaluation):
+    if not progress.final_returns:
+        checkpoint.save(progress, parts())  # an evaluation that is interrupted starts again from here
+        action_rng = np.random.default_rng(args.seed + 1000)
+
+        def act(observation: np.ndarray) -> np.ndarray:
+            q_values = np.asarray(q_values_of(state.params, observation))
+            return epsilon_greedy(q_values, args.end_e, action_rng)
+
+        progress.final_returns = play_episodes(
+            "evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
+        )
+        checkpoint.save(progress, parts())
+    for i, episodic_return in enumerate(progress.final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.evaluation)
+        upload_model(args, run_dir, model_path, progress.final_returns)
     checkpoint.finish()
 
 

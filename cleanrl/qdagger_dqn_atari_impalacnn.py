@@ -5,6 +5,7 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 
 import copy
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,16 @@ from huggingface_hub import snapshot_download
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import cuda_graph, pick_torch_device
+from cleanrl_utils.device import cuda_graph, download, set_up_torch, upload
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import open_model
 from cleanrl_utils.tracking import start_logging
+
+UPDATES_PER_CALL = 4  # gradient steps that a GPU runs as one CUDA graph
+LOG_EVERY = 100  # updates or environment steps
 
 
 @dataclass
@@ -52,8 +56,8 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) of wandb's project"""
     capture_video: bool = False
-    """whether to film an episode after each evaluation of teacher and student (check out the `videos` folder)"""
-    save_model: bool = False
+    """whether to film an episode after each evaluation (check out the `videos` folder)"""
+    save_model: bool = True
     """whether to save the final model into the `runs/{run_name}` folder (models of the offline phase always are)"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
@@ -127,13 +131,24 @@ class Args:
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
-    evaluations: dict[str, list[float]] = field(default_factory=dict)  # episodic returns of each evaluation, by name
+    # Episodic returns of evaluations; empty before them.
+    teacher_returns: list[float] = field(default_factory=list)
+    random_returns: list[float] = field(default_factory=list)
+    offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates
+    final_returns: list[float] = field(default_factory=list)
+
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
     online_update: int = 0
     seconds: float = 0.0  # time in this phase, without evaluations
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
+
+
+def pad_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """Append channels of zeros to (B, C, H, W) → (B, channels, H, W)."""
+    missing = channels - x.shape[1]
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
 class ResidualBlock(nn.Module):
@@ -159,7 +174,9 @@ class ConvSequence(nn.Module):
         self.res_block1 = ResidualBlock(out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(self.conv(x), kernel_size=3, stride=2, padding=1)
+        weight = pad_channels(self.conv.weight, x.shape[1])
+        x = F.conv2d(x, weight, self.conv.bias, padding=1)
+        x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
         return self.res_block1(self.res_block0(x))
 
 
@@ -176,7 +193,10 @@ class QNetwork(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
+        x = x.to(memory_format=torch.channels_last)
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            x = pad_channels(x, 8)  # cuDNN's bfloat16 convolutions are faster with a multiple of 8 channels
+        hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away the differences between actions
             return self.network[-1](hidden.float())
 
@@ -205,13 +225,13 @@ class TeacherNetwork(nn.Module):
             return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
-def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:
     """Load a model from a file, a local directory or else a hub repository; see `find_model` and `load_model`."""
     download = functools.partial(snapshot_download, allow_patterns=["*.cleanrl_model", "*.zip"])
     return load_model(find_model(repo, exp_name, download), num_actions, temperature)
 
 
-def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:
     """Load a model of any format; return it and the temperature at which it samples actions, 0 if it is greedy.
 
     The logits of a policy are multiplied by τ, the ``temperature``: softmax(Q/τ) of these Q-values is the policy.
@@ -224,7 +244,7 @@ def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Mod
         with torch.device("meta"):  # without memory until the shapes in the file are known to fit
             network = QNetwork(num_actions) if student else TeacherNetwork(num_actions, len(weights.get("atoms", ())))
         network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()}, assign=True)
-    return network, temperature if is_policy else 0.0
+    return network, is_policy
 
 
 def save_model(network: nn.Module, path: Path) -> None:
@@ -233,7 +253,7 @@ def save_model(network: nn.Module, path: Path) -> None:
         torch.save({key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}, file)
 
 
-class Transitions(NamedTuple):
+class Ring(NamedTuple):
     """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
 
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
@@ -260,34 +280,43 @@ class Batch(NamedTuple):
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on the device of the networks."""
 
-    def __init__(self, size: int, num_actions: int, args: Args, generator: torch.Generator):
-        self.length, self.steps_added, self.generator = size // args.num_envs, 0, generator
-        self.age = np.zeros(args.num_envs, np.int32)
-        self.n_step, self.gamma = args.n_step, args.gamma
-        shape, new = (self.length, args.num_envs), functools.partial(torch.empty, device=generator.device)
-        self.ring = Transitions(
-            frame=new((*shape, 84, 84), dtype=torch.uint8), action=new(shape, dtype=torch.uint8),
-            reward=new(shape, dtype=torch.float32), terminated=new(shape, dtype=torch.bool),
-            age=new(shape, dtype=torch.int32), valid=new(shape, dtype=torch.bool),
-            teacher_q_values=new((*shape, num_actions), dtype=torch.float32),
-        )  # fmt: skip
+    def __init__(self, size: int, num_actions: int, args: Args, device: torch.device):
+        self.length = size // args.num_envs
+        self.n_step = args.n_step
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
+        shape = (self.length, args.num_envs)
+        self.ring = Ring(
+            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device),
+            action=torch.empty(shape, dtype=torch.uint8, device=device),
+            reward=torch.empty(shape, dtype=torch.float32, device=device),
+            terminated=torch.empty(shape, dtype=torch.bool, device=device),
+            age=torch.empty(shape, dtype=torch.int32, device=device),
+            valid=torch.empty(shape, dtype=torch.bool, device=device),
+            teacher_q_values=torch.empty((*shape, num_actions), dtype=torch.float32, device=device),
+        )
 
     def add(self, observation: torch.Tensor, action: np.ndarray, result: Step, teacher_q_values: torch.Tensor) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Transitions(
-            frame=observation[:, -1], action=action, reward=np.clip(result.reward, -1, 1), age=self.age,
-            terminated=result.terminated, valid=~result.reset, teacher_q_values=teacher_q_values,
-        )  # fmt: skip
+        step = Ring(
+            frame=observation[:, -1],
+            action=action.astype(np.uint8),
+            reward=np.clip(result.reward, -1, 1).astype(np.float32),
+            terminated=result.terminated,
+            age=self.age,
+            valid=~result.reset,
+            teacher_q_values=teacher_q_values,
+        )
+        slot = self.steps_added % self.length
         for array, value in zip(self.ring, step, strict=True):
-            # Non-blocking: a plain assignment would synchronise with the GPU.
-            array[self.steps_added % self.length].copy_(torch.as_tensor(value), non_blocking=True)
+            array[slot].copy_(upload(value, array.device), non_blocking=True)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
 
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring.valid[(self.steps_added - 1) % self.length] = False
-        self.age[:] = 0
+        self.age = np.zeros_like(self.age)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -295,39 +324,55 @@ class Replay:
         low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
         return low, max(low, self.steps_added - self.n_step)
 
-    def sample(self, batch_size: int, low: float, high: float) -> Batch:
-        """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
-        # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
-        # If all 8 are invalid, the sample is a final observation, which has no TD error.
-        on = {"generator": self.generator, "device": self.generator.device}
-        t = low + (torch.rand((8, batch_size), dtype=torch.float64, **on) * (high - low)).long()
-        env = torch.randint(0, self.ring.valid.shape[1], (8, batch_size), **on)
-        first = self.ring.valid[t % self.length, env].int().argmax(dim=0, keepdim=True)
-        return self.batch(t.gather(0, first)[0], env.gather(0, first)[0])
 
-    def batch(self, t: torch.Tensor, env: torch.Tensor) -> Batch:
-        """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
-        # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
-        n_step_return, m, discount = torch.zeros_like(t, dtype=torch.float32), torch.zeros_like(t), 1.0
-        running = torch.ones_like(t, dtype=torch.bool)
-        for k in range(self.n_step):
-            slot = (t + k) % self.length
-            running = running & self.ring.valid[slot, env]
-            n_step_return = n_step_return + running * self.gamma**k * self.ring.reward[slot, env]
-            survives = self.gamma * ~self.ring.terminated[slot, env]
-            discount = discount * torch.where(running, survives, 1.0)
-            m = m + running
-            running = running & ~self.ring.terminated[slot, env]
-        slot = t % self.length
-        action, valid = self.ring.action[slot, env].long(), self.ring.valid[slot, env]
-        bootstrap, teacher_q_values = self.stack(t + m, env), self.ring.teacher_q_values[slot, env]
-        return Batch(self.stack(t, env), action, n_step_return, bootstrap, discount, teacher_q_values, valid)
+def sample(
+    ring: Ring, low: float, high: float, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
+) -> Batch:
+    """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
+    length, num_envs = ring.valid.shape
+    # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
+    # If all 8 are invalid, the sample is a final observation, which has no TD error.
+    candidates = (8, batch_size)
+    fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
+    t = low + (fraction * (high - low)).long()
+    env = torch.randint(0, num_envs, candidates, generator=generator, device=generator.device)
+    first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
+    return transitions_at(ring, t.gather(0, first_valid)[0], env.gather(0, first_valid)[0], n_step, gamma)
 
-    def stack(self, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
-        """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
-        ago = torch.arange(3, -1, -1, device=t.device)
-        in_episode = self.ring.age[t % self.length, env][:, None] >= ago
-        return self.ring.frame[(t[:, None] - ago) % self.length, env[:, None]] * in_episode[:, :, None, None]
+
+def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
+    """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
+    length = len(ring.valid)
+    # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
+    n_step_return = torch.zeros_like(t, dtype=torch.float32)
+    discount = torch.ones_like(n_step_return)
+    m = torch.zeros_like(t)  # rewards in the return
+    running = torch.ones_like(t, dtype=torch.bool)
+    for k in range(n_step):
+        slot = (t + k) % length
+        running = running & ring.valid[slot, env]
+        n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
+        discount = discount * torch.where(running, gamma * ~ring.terminated[slot, env], 1.0)
+        m = m + running
+        running = running & ~ring.terminated[slot, env]
+    slot = t % length
+    return Batch(
+        observation=stack_frames(ring, t, env),
+        action=ring.action[slot, env].long(),
+        n_step_return=n_step_return,
+        bootstrap_observation=stack_frames(ring, t + m, env),
+        bootstrap_discount=discount,
+        teacher_q_values=ring.teacher_q_values[slot, env],
+        valid=ring.valid[slot, env],
+    )
+
+
+def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
+    """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
+    length = len(ring.valid)
+    ago = torch.arange(3, -1, -1, device=t.device)
+    in_episode = ring.age[t % length, env][:, None] >= ago
+    return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
@@ -350,40 +395,58 @@ def qdagger_loss(
 ) -> Losses:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), with y of :func:`td_target`
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/T) ‖ softmax(Q(s,·)/T) ), with y of :func:`td_target` and
+    the temperature T
     """
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
-    td_loss = F.mse_loss(q_of_action * batch.valid, y * batch.valid)
+    td_loss = torch.mean((q_of_action - y) ** 2 * batch.valid)
     student = F.log_softmax(q_values / temperature, dim=1)
     teacher = F.log_softmax(batch.teacher_q_values / temperature, dim=1)
-    distill_loss = F.kl_div(student, teacher, log_target=True, reduction="batchmean")  # summed over actions
-    return Losses(td_loss + distill_coefficient * distill_loss, td_loss, distill_loss, q_of_action)
+    distill_loss = torch.mean(torch.sum(torch.exp(teacher) * (teacher - student), dim=1))
+    loss = td_loss + distill_coefficient * distill_loss
+    return Losses(loss, td_loss, distill_loss, q_of_action)
 
 
 def make_update(
-    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, replay: Replay,
-    autocast: torch.autocast, args: Args,
+    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
+    generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
     """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: float, high: float, distill_coefficient: float, *learning_rates: float) -> Losses:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
-        batches = replay.sample(len(learning_rates) * args.batch_size, low, high)
+        all_steps = len(learning_rates) * args.batch_size
+        batches = sample(ring, low, high, all_steps, generator, args.n_step, args.gamma)
         with autocast:
-            targets = td_target(target_network, batches)  # of all batches at once, which takes less time
-        parts = zip(*(x.split(args.batch_size) for x in (targets, *batches)), strict=True)
-        for learning_rate, (y, *batch) in zip(learning_rates, parts, strict=True):
+            targets = td_target(target_network, batches)  # of all gradient steps at once, which takes less time
+        for i, learning_rate in enumerate(learning_rates):
+            rows = slice(i * args.batch_size, (i + 1) * args.batch_size)
+            batch = Batch(*(array[rows] for array in batches))
             optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, as all arguments are
             with autocast:
-                losses = loss_function(q_network, y, Batch(*batch), distill_coefficient, args.temperature)
+                losses = loss_function(q_network, targets[rows], batch, distill_coefficient, args.temperature)
             optimizer.zero_grad()
             losses.loss.backward()
             optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    return cuda_graph(update, replay.generator) if args.cuda_graph and replay.ring.frame.is_cuda else update
+    return cuda_graph(update, generator) if args.cuda_graph and ring.frame.is_cuda else update
+
+
+def make_act(
+    q_network: nn.Module, teacher: nn.Module, autocast: torch.autocast, generator: torch.Generator, args: Args
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Return the function that computes the Q-values of student and teacher; on a GPU it runs as a CUDA graph."""
+
+    @torch.no_grad()
+    def act(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both networks' Q-values, float32 (N, num_actions), of observations, uint8 (N, 4, 84, 84)."""
+        with autocast:
+            return q_network(observation), teacher(observation)
+
+    return cuda_graph(act, generator) if args.cuda_graph and generator.device.type == "cuda" else act
 
 
 @torch.no_grad()
@@ -403,9 +466,11 @@ def anneal_distillation(
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
-    gap, full_gap = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
-    share = gap / full_gap if full_gap > 0 else float(gap > 0)
-    return args.distill_coefficient * min(max(share, 0.0), 1.0)
+    gap = teacher_return - float(np.mean(recent_returns[-10:]))
+    full_gap = teacher_return - random_return
+    if full_gap <= 0:
+        return args.distill_coefficient if gap > 0 else 0.0
+    return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -415,23 +480,27 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
-    warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
-    online = args.online_learning_rate or args.learning_rate
-    final = args.final_learning_rate or online
-    online = linear_schedule(final, online, args.distill_coefficient, distill_coefficient)
-    return warmup * linear_schedule(args.learning_rate, online, args.offline_steps, update)
+    # Online, the rate follows λ: from the online rate at the full weight to the final rate at 0.
+    online_rate = args.online_learning_rate or args.learning_rate
+    final_rate = args.final_learning_rate or online_rate
+    share = distill_coefficient / args.distill_coefficient if args.distill_coefficient > 0 else 1.0
+    rate = final_rate + (online_rate - final_rate) * share
+    # Offline, it is annealed to the online rate.
+    rate = linear_schedule(args.learning_rate, rate, args.offline_steps, update)
+    return rate * linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
 
 
-def epsilon_greedy(q_values: torch.Tensor, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
+def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
     """Choose actions, int64 (B,), from Q-values (B, A): random ones with probability ``epsilon``.
 
     The others have the largest Q-value or, above ``temperature`` 0, are sampled from softmax(Q / temperature).
     """
-    batch, num_actions = q_values.shape
-    random, explore, values = rng.integers(0, num_actions, batch), rng.random(batch) < epsilon, q_values.cpu().numpy()
+    batch_size, num_actions = q_values.shape
+    random_action = rng.integers(0, num_actions, batch_size)
+    explore = rng.random(batch_size) < epsilon
     if temperature > 0:
-        values = values + temperature * rng.gumbel(size=values.shape)  # the Gumbel-max trick samples the softmax
-    return np.where(explore, random, values.argmax(axis=1))
+        q_values = q_values + temperature * rng.gumbel(size=q_values.shape)  # the Gumbel-max trick samples the softmax
+    return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
 def times_due(start: int, end: int, every: int) -> int:
@@ -442,21 +511,24 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
-    device, autocast = pick_torch_device(args.cuda, args.bf16)
+    device, bf16 = set_up_torch(args.cuda, args.bf16)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
+    torch.manual_seed(args.seed)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    rng = np.random.default_rng(args.seed)
+
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
     name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
-    teacher, teacher_temperature = load_teacher(repo, name, envs.num_actions, args.temperature)
+    teacher, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature)
     teacher.to(device, memory_format=torch.channels_last)
-    if autocast._enabled:
+    teacher_temperature = args.temperature if teacher_is_policy else 0.0
+    if bf16:
         teacher.network[:-1].to(torch.bfloat16)  # once, since its weights are frozen
+    check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)
 
-    torch.manual_seed(args.seed)
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    rng = np.random.default_rng(args.seed)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    check_memory(args, Replay(args.num_envs, envs.num_actions, args, generator).ring, device)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     optimizer = torch.optim.Adam(
@@ -464,36 +536,49 @@ def main(args: Args) -> None:
     )
 
     checkpoint = Checkpoint(args)
-    writer = start_logging(args, run_dir := checkpoint.run_dir)
-    modules = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
-    modules |= {"generator": generator, "rng": rng, "writer": writer}
-    progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
+    run_dir = checkpoint.run_dir
+    writer = start_logging(args, run_dir)
+    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
+    parts |= {"generator": generator, "rng": rng, "writer": writer}
+    progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
     args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
 
     @torch.no_grad()
-    def q_values_of(network: nn.Module, observation: np.ndarray | torch.Tensor) -> torch.Tensor:
+    def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
         with autocast:
-            return network(torch.as_tensor(observation, device=device))
+            return network(observation)
 
-    def evaluate(name: str, network: nn.Module | None, episodes: int, replay: Replay | None = None) -> float:
-        checkpoint.save(progress, modules, replay)  # an evaluation that is interrupted starts again from here
-        q_function = None if network is None else lambda x: q_values_of(network, x).cpu().numpy()
-        temperature = teacher_temperature if network is teacher else 0.0
-        returns = play_episodes(name, q_function, episodes, args, run_dir, checkpoint.exit_if_told, temperature)
-        progress.evaluations[name] = returns
-        return float(np.mean(returns))
+    def evaluate(name: str, network: nn.Module, episodes: int, temperature: float = 0.0) -> list[float]:
+        """Play whole episodes and return their returns."""
+        action_rng = np.random.default_rng(args.seed + 1000)
+
+        def act(observation: np.ndarray) -> np.ndarray:
+            q_values = q_values_of(network, upload(observation, device)).cpu().numpy()
+            return epsilon_greedy(q_values, args.end_e, action_rng, temperature)
+
+        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_told)
 
     # ==================== evaluate teacher and random policy ====================
-    for name, network in (("teacher", teacher), ("random", None)):
-        if name not in progress.evaluations:
-            average = evaluate(name, network, args.teacher_eval_episodes)
-            writer.add_scalar(f"charts/{name}/avg_episodic_return", average, 0)
-    teacher_return, random_return = (float(np.mean(progress.evaluations[name])) for name in ("teacher", "random"))
+    # A checkpoint before each evaluation: one that is interrupted starts again from there.
+    if not progress.teacher_returns:
+        checkpoint.save(progress, parts)
+        progress.teacher_returns = evaluate("teacher", teacher, args.teacher_eval_episodes, teacher_temperature)
+        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
+    if not progress.random_returns:
+        checkpoint.save(progress, parts)
+        random_rng = np.random.default_rng(args.seed + 1000)
+        progress.random_returns = play_episodes(
+            "random", lambda observation: random_rng.integers(0, envs.num_actions, len(observation)),
+            args.teacher_eval_episodes, args, run_dir, checkpoint.exit_if_told,
+        )  # fmt: skip
+        writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
+    teacher_return = float(np.mean(progress.teacher_returns))
+    random_return = float(np.mean(progress.random_returns))
     if teacher_return <= random_return:
         print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than the random policy ({random_return:.1f})")
 
-    if args.offline_steps > 0 and f"offline {args.offline_steps}" not in progress.evaluations:
-        replay = Replay(args.teacher_steps, envs.num_actions, args, generator)
+    if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
+        replay = Replay(args.teacher_steps, envs.num_actions, args, device)
         data_steps = replay.length * args.num_envs
         if progress.teacher_step > 0:
             checkpoint.restore_replay(replay)
@@ -502,122 +587,149 @@ def main(args: Args) -> None:
         if progress.teacher_step < data_steps:
             if progress.teacher_step > 0:
                 replay.truncate_episodes()
-            observation = torch.as_tensor(envs.reset((args.seed, progress.teacher_step)), device=device)
+            observation = upload(envs.reset((args.seed, progress.teacher_step)), device)
             bar = writer.progress_bar("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
             start_time = time.perf_counter() - progress.seconds
             for step in bar:
                 teacher_q_values = q_values_of(teacher, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng, teacher_temperature))
+                action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, teacher_temperature)
+                action = envs.send(action)
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
-                observation = torch.as_tensor(result.observation, device=device)
+                observation = upload(result.observation, device)
 
-                progress.teacher_step, progress.seconds = step + args.num_envs, time.perf_counter() - start_time
+                progress.teacher_step = step + args.num_envs
+                progress.seconds = time.perf_counter() - start_time
                 for episodic_return, _ in result.episodes:
                     bar.show_return(episodic_return)
                 if progress.teacher_step == data_steps:
                     writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
                     progress.seconds = 0.0
-                checkpoint.save_if_due(progress, modules, replay)
-            checkpoint.save(progress, modules, replay)
+                checkpoint.save_if_due(progress, parts, replay)
+            checkpoint.save(progress, parts, replay)
 
         # ==================== offline: learn from the teacher's data ====================
-        update = make_update(q_network, target_network, optimizer, replay, autocast, args)
+        update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
 
         def evaluate_offline(num_updates: int) -> None:
-            episodic_return = evaluate(f"offline {num_updates}", q_network, args.eval_episodes, replay)
-            writer.add_scalar("charts/offline/avg_episodic_return", episodic_return, num_updates)
+            """Evaluate the student, log its return and save it."""
+            checkpoint.save(progress, parts, replay)
+            returns = evaluate(f"offline {num_updates}", q_network, args.eval_episodes)
+            progress.offline_returns[str(num_updates)] = returns
+            writer.add_scalar("charts/offline/avg_episodic_return", np.mean(returns), num_updates)
             save_model(q_network, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
+        # Nothing but gradient steps happens between two multiples of all these numbers.
+        updates_per_call = math.gcd(
+            UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
+        )
         start_time = time.perf_counter() - progress.seconds
-        for num_updates in writer.progress_bar("offline", range(progress.offline_update, args.offline_steps)):
+        bar = writer.progress_bar("offline", range(progress.offline_update, args.offline_steps, updates_per_call))
+        for num_updates in bar:
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
                 evaluate_offline(num_updates)
                 start_time = time.perf_counter() - progress.seconds
-            learning_rate = learning_rate_at(num_updates, args.distill_coefficient, args)
-            losses = update(*replay.window, args.distill_coefficient, learning_rate)
-            global_step = num_updates + 1
+            due = min(updates_per_call, args.offline_steps - num_updates)
+            learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
+            losses = update(*replay.window, args.distill_coefficient, *learning_rates)
+            global_step = num_updates + due
             if global_step % args.target_network_frequency == 0:
                 update_target(target_network, q_network, args.tau)
 
-            progress.offline_update, progress.seconds = global_step, time.perf_counter() - start_time
-            if global_step % 100 == 0:  # reading a loss synchronises with the GPU
-                for name, loss in zip(("loss", "q_loss", "distill_loss"), losses, strict=False):
-                    writer.add_scalar(f"charts/offline/{name}", loss.item(), global_step)
+            progress.offline_update = global_step
+            progress.seconds = time.perf_counter() - start_time
+            if global_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
+                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
+                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
+                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / progress.seconds, global_step)
-            checkpoint.save_if_due(progress, modules, replay)
+            checkpoint.save_if_due(progress, parts, replay)
         evaluate_offline(args.offline_steps)
+        update_target(target_network, q_network, 1.0)  # the online phase never bootstraps from an older network
         progress.seconds = 0.0
         del replay, update  # before the online replay buffer is made: memory holds one of them
-        checkpoint.save(progress, modules)
+        checkpoint.save(progress, parts)
 
     # ==================== online: learn from the student's own data ====================
     if progress.online_step < args.total_timesteps:
-        replay = Replay(args.buffer_size, envs.num_actions, args, generator)
+        replay = Replay(args.buffer_size, envs.num_actions, args, device)
         if progress.online_step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        update = make_update(q_network, target_network, optimizer, replay, autocast, args)
-        losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
-        observation = torch.as_tensor(envs.reset((args.seed, progress.online_step)), device=device)
+        update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+        act = make_act(q_network, teacher, autocast, generator, args)
+        losses = None
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        observation = upload(envs.reset((args.seed, progress.online_step)), device)
         bar = writer.progress_bar("online", range(progress.online_step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for step in bar:
-            global_step, next_step = args.offline_steps + step, step + args.num_envs
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values_of(q_network, observation), epsilon, rng, 0.0))
+            global_step = args.offline_steps + step
+            next_step = step + args.num_envs
+            q_values, teacher_q_values = act(observation)
+            read_q_values = download(q_values)
 
-            # Emulation overlaps learning: nothing from here to `recv` synchronises with the GPU.
+            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
             low, high = replay.window
             if step >= args.learning_starts and high > low:
-                if due := times_due(step, next_step, args.train_frequency):
-                    first = args.offline_steps + progress.online_update
-                    learning_rates = [learning_rate_at(first + i, distill_coefficient, args) for i in range(due)]
-                    losses = update(low, high, distill_coefficient, *learning_rates)
-                    progress.online_update += due
+                due = times_due(step, next_step, args.train_frequency)
+                first = args.offline_steps + progress.online_update
+                learning_rates = [learning_rate_at(first + i, distill_coefficient, args) for i in range(due)]
+                for i in range(0, due, UPDATES_PER_CALL):
+                    losses = update(low, high, distill_coefficient, *learning_rates[i : i + UPDATES_PER_CALL])
+                progress.online_update += due
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
-            teacher_q_values = q_values_of(teacher, observation)
+
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(read_q_values(), epsilon, rng, 0.0))
             result = envs.recv()
             replay.add(observation, action, result, teacher_q_values)
-            observation = torch.as_tensor(result.observation, device=device)
+            observation = upload(result.observation, device)
 
-            progress.online_step, progress.seconds = next_step, time.perf_counter() - start_time
-            for episodic_return, length in result.episodes:
+            progress.online_step = next_step
+            progress.seconds = time.perf_counter() - start_time
+            ended = np.flatnonzero(result.reset).tolist()
+            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                writer.add_scalar("charts/episodic_length", length, global_step)
+                # A step of its own for each environment: TensorBoard and W&B show one point per step.
+                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
-            if times_due(step, next_step, 100):
+            if times_due(step, next_step, LOG_EVERY):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-                for name, term in losses._asdict().items() if losses else ():
-                    writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            checkpoint.save_if_due(progress, modules, replay)
-        del replay, update
+                if losses is not None:
+                    for name, term in losses._asdict().items():
+                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+            checkpoint.save_if_due(progress, parts, replay)
+        del replay, update, act
     envs.close()
 
     # ==================== save, evaluate, upload ====================
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    final = "online" if args.total_timesteps > 0 else f"offline {args.offline_steps}"
-    if final not in progress.evaluations:
-        evaluate(final, q_network, args.eval_episodes)
-        checkpoint.save(progress, modules)
     if args.save_model:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
-    for i, episodic_return in enumerate(progress.evaluations[final]):
+    if not progress.final_returns:
+        if args.total_timesteps > 0 or args.offline_steps == 0:
+            checkpoint.save(progress, parts)
+            progress.final_returns = evaluate("online", q_network, args.eval_episodes)
+        else:
+            progress.final_returns = progress.offline_returns[str(args.offline_steps)]
+        checkpoint.save(progress, parts)
+    for i, episodic_return in enumerate(progress.final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.evaluations[final])
+        upload_model(args, run_dir, model_path, progress.final_returns)
     checkpoint.finish()
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress.evaluations, distill_coefficient)
+    print_summary(args, run_dir, progress, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from huggingface_hub import snapshot_download
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import pick_jax_device
+from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.hub import find_model, upload_model
@@ -31,7 +32,11 @@ from cleanrl_utils.tracking import start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
-Model = tuple[nn.Module, Params, float]  # the network, its variables, and its temperature: see `load_model`
+Model = tuple[nn.Module, Params, bool]  # the network, its variables, and whether it is a policy: see `load_model`
+
+
+UPDATES_PER_CALL = 4  # gradient steps that are compiled into one program
+LOG_EVERY = 100  # updates or environment steps
 
 
 @dataclass
@@ -49,8 +54,8 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) of wandb's project"""
     capture_video: bool = False
-    """whether to film an episode after each evaluation of teacher and student (check out the `videos` folder)"""
-    save_model: bool = False
+    """whether to film an episode after each evaluation (check out the `videos` folder)"""
+    save_model: bool = True
     """whether to save the final model into the `runs/{run_name}` folder (models of the offline phase always are)"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
@@ -124,7 +129,12 @@ class Args:
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
-    evaluations: dict[str, list[float]] = field(default_factory=dict)  # episodic returns of each evaluation, by name
+    # Episodic returns of evaluations; empty before them.
+    teacher_returns: list[float] = field(default_factory=list)
+    random_returns: list[float] = field(default_factory=list)
+    offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates
+    final_returns: list[float] = field(default_factory=list)
+
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
@@ -231,7 +241,7 @@ def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtyp
         found, needed = (flatten_dict(jax.tree.map(np.shape, tree), sep="/") for tree in (params, shapes))
         if wrong := found.items() ^ needed.items():
             raise ValueError(f"its layers are not those of {type(network).__name__}: {sorted(wrong)[:2]}")
-    return network, jax.tree.map(jnp.asarray, params), temperature if is_policy else 0.0
+    return network, jax.tree.map(jnp.asarray, params), is_policy
 
 
 def save_model(params: Params, path: Path) -> None:
@@ -239,7 +249,7 @@ def save_model(params: Params, path: Path) -> None:
     write_flax(path, jax.device_get(params))
 
 
-class Transitions(NamedTuple):
+class Ring(NamedTuple):
     """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
 
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
@@ -263,32 +273,36 @@ class Batch(NamedTuple):
     valid: jax.Array  # bool (B,), False for a final observation: it has a distillation loss and no TD error
 
 
-@functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
-def write_step(ring: Transitions, slot: int, step: Transitions) -> Transitions:
-    """Write a step of each environment, arrays (N, …), to a slot of the ring."""
-    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
-
-
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on JAX's device."""
 
     def __init__(self, size: int, num_actions: int, args: Args):
-        self.length, self.steps_added, self.n_step = size // args.num_envs, 0, args.n_step
-        self.age, shape = np.zeros(args.num_envs, np.int32), (self.length, args.num_envs)
-        self.ring = Transitions(
-            frame=jnp.zeros((*shape, 84, 84), jnp.uint8), action=jnp.zeros(shape, jnp.uint8),
-            reward=jnp.zeros(shape, jnp.float32), terminated=jnp.zeros(shape, bool),
-            age=jnp.zeros(shape, jnp.int32), valid=jnp.zeros(shape, bool),
+        self.length = size // args.num_envs
+        self.n_step = args.n_step
+        self.steps_added = 0
+        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
+        shape = (self.length, args.num_envs)
+        self.ring = Ring(
+            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+            action=jnp.zeros(shape, jnp.uint8),
+            reward=jnp.zeros(shape, jnp.float32),
+            terminated=jnp.zeros(shape, bool),
+            age=jnp.zeros(shape, jnp.int32),
+            valid=jnp.zeros(shape, bool),
             teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
-        )  # fmt: skip
+        )
 
-    def add(self, observation: np.ndarray, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
+    def add(self, observation: jax.Array, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Transitions(
-            frame=observation[:, -1], action=action.astype(np.uint8), age=self.age, terminated=result.terminated,
-            reward=np.clip(result.reward, -1, 1).astype(np.float32), valid=~result.reset,
+        step = Ring(
+            frame=observation,
+            action=action.astype(np.uint8),
+            reward=np.clip(result.reward, -1, 1).astype(np.float32),
+            terminated=result.terminated,
+            age=self.age,
+            valid=~result.reset,
             teacher_q_values=teacher_q_values,
-        )  # fmt: skip
+        )
         self.ring = write_step(self.ring, self.steps_added % self.length, step)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
@@ -296,7 +310,8 @@ class Replay:
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         valid = self.ring.valid.at[(self.steps_added - 1) % self.length].set(False)
-        self.ring, self.age = self.ring._replace(valid=valid), np.zeros_like(self.age)
+        self.ring = self.ring._replace(valid=valid)
+        self.age = np.zeros_like(self.age)
 
     @property
     def window(self) -> tuple[int, int]:
@@ -305,29 +320,35 @@ class Replay:
         return low, max(low, self.steps_added - self.n_step)
 
 
-def sample(ring: Transitions, key: jax.Array, low: int, high: int, args: Args) -> Batch:
+@functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
+def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
+    """Write a step of each environment, arrays (N, …), to a slot; its ``frame`` is a stack, of which one is stored."""
+    step = step._replace(frame=step.frame[:, -1])
+    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
+
+
+def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_step: int, gamma: float) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
+    # Rejection sampling with 8 candidates at once, since shapes are fixed.
+    # If all 8 are invalid, the sample is a final observation, which has no TD error.
+    candidates = (8, batch_size)
     t_key, env_key = jax.random.split(key)
-    # Rejection sampling with 8 candidates, since shapes are fixed. If all are invalid, there is no TD error.
-    t = jax.random.randint(t_key, (8, args.batch_size), low, high)
-    env = jax.random.randint(env_key, (8, args.batch_size), 0, num_envs)
-    first = ring.valid[t % length, env].argmax(axis=0)[None]
-    t, env = jnp.take_along_axis(t, first, 0)[0], jnp.take_along_axis(env, first, 0)[0]
-    return transitions(ring, t, env, args.n_step, args.gamma)
+    t = jax.random.randint(t_key, candidates, low, high)
+    env = jax.random.randint(env_key, candidates, 0, num_envs)
+    first_valid = ring.valid[t % length, env].argmax(axis=0)[None]
+    t = jnp.take_along_axis(t, first_valid, 0)[0]
+    env = jnp.take_along_axis(env, first_valid, 0)[0]
+    return transitions_at(ring, t, env, n_step, gamma)
 
 
-def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
     """Return the transitions of steps ``t``, integers (B,), in environments ``env``, integers (B,)."""
-    length = ring.valid.shape[0]
-
-    def stack(t: jax.Array) -> jax.Array:  # uint8 (B, 4, 84, 84), with zeros for frames before the reset
-        ago = jnp.arange(3, -1, -1)
-        in_episode = ring.age[t % length, env][:, None] >= ago
-        return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
-
+    length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
-    n_step_return, m, discount = jnp.zeros(t.shape), jnp.zeros_like(t), jnp.ones(t.shape)
+    n_step_return = jnp.zeros(t.shape)
+    discount = jnp.ones(t.shape)
+    m = jnp.zeros_like(t)  # rewards in the return
     running = jnp.ones(t.shape, bool)
     for k in range(n_step):
         slot = (t + k) % length
@@ -337,8 +358,23 @@ def transitions(ring: Transitions, t: jax.Array, env: jax.Array, n_step: int, ga
         m = m + running
         running = running & ~ring.terminated[slot, env]
     slot = t % length
-    action, valid, teacher_q_values = ring.action[slot, env], ring.valid[slot, env], ring.teacher_q_values[slot, env]
-    return Batch(stack(t), action, n_step_return, stack(t + m), discount, teacher_q_values, valid)
+    return Batch(
+        observation=stack_frames(ring, t, env),
+        action=ring.action[slot, env],
+        n_step_return=n_step_return,
+        bootstrap_observation=stack_frames(ring, t + m, env),
+        bootstrap_discount=discount,
+        teacher_q_values=ring.teacher_q_values[slot, env],
+        valid=ring.valid[slot, env],
+    )
+
+
+def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
+    """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
+    length = len(ring.valid)
+    ago = jnp.arange(3, -1, -1)
+    in_episode = ring.age[t % length, env][:, None] >= ago
+    return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
@@ -360,7 +396,8 @@ def qdagger_loss(
 ) -> tuple[jax.Array, Losses]:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/τ) ‖ softmax(Q(s,·)/τ) ), with y of :func:`td_target`
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/T) ‖ softmax(Q(s,·)/T) ), with y of :func:`td_target` and
+    the temperature T
     """
     q_values = apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
@@ -382,21 +419,43 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-def update(
-    state: TrainState, ring: Transitions, low: int, high: int, distill_coefficient: float, learning_rates: list[float],
-    *, args: Args, apply: Callable, optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, Losses]:  # fmt: skip
-    """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
-    key, *sample_keys = jax.random.split(state.key, len(learning_rates) + 1)
-    grad = jax.grad(qdagger_loss, has_aux=True)
-    batches = [sample(ring, sample_key, low, high, args) for sample_key in sample_keys]
-    targets = [td_target(state.target_params, batch, apply) for batch in batches]  # XLA is faster with these first
-    for learning_rate, y, batch in zip(learning_rates, targets, batches, strict=True):
-        hyperparams = state.optimizer_state.hyperparams | {"learning_rate": learning_rate}
-        gradients, losses = grad(state.params, y, batch, distill_coefficient, args.temperature, apply)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state._replace(hyperparams=hyperparams))
-        state = state._replace(params=optax.apply_updates(state.params, updates), optimizer_state=optimizer_state)
-    return state._replace(key=key), losses
+def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+    """Return the compiled function that updates the state."""
+    gradient_of = jax.grad(qdagger_loss, has_aux=True)
+
+    def update(
+        state: TrainState, ring: Ring, low: int, high: int, distill_coefficient: float, *learning_rates: float
+    ) -> tuple[TrainState, Losses]:
+        """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
+        all_steps = len(learning_rates) * args.batch_size
+        key, sample_key = jax.random.split(state.key)
+        batches = sample(ring, low, high, all_steps, sample_key, args.n_step, args.gamma)
+        # Of all gradient steps at once, which takes less time.
+        targets = td_target(state.target_params, batches, q_network.apply)
+        params = state.params
+        optimizer_state = state.optimizer_state
+        for i, learning_rate in enumerate(learning_rates):
+            rows = slice(i * args.batch_size, (i + 1) * args.batch_size)
+            batch = Batch(*(array[rows] for array in batches))
+            gradients, losses = gradient_of(
+                params, targets[rows], batch, distill_coefficient, args.temperature, q_network.apply
+            )
+            hyperparams = optimizer_state.hyperparams | {"learning_rate": learning_rate}
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state._replace(hyperparams=hyperparams))
+            params = optax.apply_updates(params, updates)
+        return TrainState(params, state.target_params, optimizer_state, key), losses
+
+    return jax.jit(update, donate_argnums=0)
+
+
+def make_act(q_network: nn.Module, teacher: nn.Module) -> Callable:
+    """Return the compiled function that computes the Q-values of student and teacher."""
+
+    def act(params: Params, teacher_params: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return both networks' Q-values, float32 (N, num_actions), of observations, uint8 (N, 4, 84, 84)."""
+        return q_network.apply(params, observation), teacher.apply(teacher_params, observation)
+
+    return jax.jit(act)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -415,9 +474,11 @@ def anneal_distillation(
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
-    gap, full_gap = teacher_return - float(np.mean(recent_returns[-10:])), teacher_return - random_return
-    share = gap / full_gap if full_gap > 0 else float(gap > 0)
-    return args.distill_coefficient * min(max(share, 0.0), 1.0)
+    gap = teacher_return - float(np.mean(recent_returns[-10:]))
+    full_gap = teacher_return - random_return
+    if full_gap <= 0:
+        return args.distill_coefficient if gap > 0 else 0.0
+    return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -427,23 +488,27 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
-    warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
-    online = args.online_learning_rate or args.learning_rate
-    final = args.final_learning_rate or online
-    online = linear_schedule(final, online, args.distill_coefficient, distill_coefficient)
-    return warmup * linear_schedule(args.learning_rate, online, args.offline_steps, update)
+    # Online, the rate follows λ: from the online rate at the full weight to the final rate at 0.
+    online_rate = args.online_learning_rate or args.learning_rate
+    final_rate = args.final_learning_rate or online_rate
+    share = distill_coefficient / args.distill_coefficient if args.distill_coefficient > 0 else 1.0
+    rate = final_rate + (online_rate - final_rate) * share
+    # Offline, it is annealed to the online rate.
+    rate = linear_schedule(args.learning_rate, rate, args.offline_steps, update)
+    return rate * linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
 
 
-def epsilon_greedy(q_values: jax.Array, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
+def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
     """Choose actions, int64 (B,), from Q-values (B, A): random ones with probability ``epsilon``.
 
     The others have the largest Q-value or, above ``temperature`` 0, are sampled from softmax(Q / temperature).
     """
-    batch, num_actions = q_values.shape
-    random, explore, values = rng.integers(0, num_actions, batch), rng.random(batch) < epsilon, np.asarray(q_values)
+    batch_size, num_actions = q_values.shape
+    random_action = rng.integers(0, num_actions, batch_size)
+    explore = rng.random(batch_size) < epsilon
     if temperature > 0:
-        values = values + temperature * rng.gumbel(size=values.shape)  # the Gumbel-max trick samples the softmax
-    return np.where(explore, random, values.argmax(axis=1))
+        q_values = q_values + temperature * rng.gumbel(size=q_values.shape)  # the Gumbel-max trick samples the softmax
+    return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
 def times_due(start: int, end: int, every: int) -> int:
@@ -454,46 +519,68 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     args = check_args(args)
-    dtype = pick_jax_device(args.bf16)
+    dtype = set_up_jax(args.bf16)
+    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
+    rng = np.random.default_rng(args.seed)
+
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
     name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
-    teacher, teacher_params, teacher_temperature = load_teacher(repo, name, envs.num_actions, args.temperature, dtype)
+    teacher, teacher_params, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature, dtype)
+    teacher_temperature = args.temperature if teacher_is_policy else 0.0
     check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])
 
-    rng = np.random.default_rng(args.seed)
-    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
     state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    teacher_apply, apply = jax.jit(teacher.apply), jax.jit(q_network.apply)
-    learn = jax.jit(functools.partial(update, args=args, apply=q_network.apply, optimizer=optimizer), donate_argnums=0)
+    q_values_of = jax.jit(q_network.apply)
+    teacher_q_values_of = jax.jit(teacher.apply)
 
     checkpoint = Checkpoint(args)
-    writer = start_logging(args, run_dir := checkpoint.run_dir)
-    modules = {"state": state, "rng": rng, "writer": writer}
-    progress = checkpoint.restore(Progress(), modules)  # unchanged in a new run
-    args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
-    state = modules["state"]
+    run_dir = checkpoint.run_dir
+    writer = start_logging(args, run_dir)
 
-    def evaluate(name: str, policy: Callable | None, episodes: int, state: TrainState, replay: Replay | None) -> float:
-        checkpoint.save(progress, modules | {"state": state}, replay)  # an interrupted evaluation starts from here
-        temperature = teacher_temperature if name == "teacher" else 0.0
-        returns = play_episodes(name, policy, episodes, args, run_dir, checkpoint.exit_if_told, temperature)
-        progress.evaluations[name] = returns
-        return float(np.mean(returns))
+    def parts() -> dict[str, Any]:
+        """Return the parts of a checkpoint: a function here, since ``state`` is a new tree after each update."""
+        return {"state": state, "rng": rng, "writer": writer}
+
+    restored = parts()
+    progress = checkpoint.restore(Progress(), restored)  # unchanged in a new run
+    state = restored["state"]
+    args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
+
+    def evaluate(name: str, q_function: Callable, episodes: int, temperature: float = 0.0) -> list[float]:
+        """Play whole episodes and return their returns."""
+        action_rng = np.random.default_rng(args.seed + 1000)
+
+        def act(observation: np.ndarray) -> np.ndarray:
+            return epsilon_greedy(np.asarray(q_function(observation)), args.end_e, action_rng, temperature)
+
+        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_told)
 
     # ==================== evaluate teacher and random policy ====================
-    for name, policy in (("teacher", functools.partial(teacher_apply, teacher_params)), ("random", None)):
-        if name not in progress.evaluations:
-            average = evaluate(name, policy, args.teacher_eval_episodes, state, None)
-            writer.add_scalar(f"charts/{name}/avg_episodic_return", average, 0)
-    teacher_return, random_return = (float(np.mean(progress.evaluations[name])) for name in ("teacher", "random"))
+    # A checkpoint before each evaluation: one that is interrupted starts again from there.
+    if not progress.teacher_returns:
+        checkpoint.save(progress, parts())
+        q_function = functools.partial(teacher_q_values_of, teacher_params)
+        progress.teacher_returns = evaluate("teacher", q_function, args.teacher_eval_episodes, teacher_temperature)
+        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
+    if not progress.random_returns:
+        checkpoint.save(progress, parts())
+        random_rng = np.random.default_rng(args.seed + 1000)
+        progress.random_returns = play_episodes(
+            "random", lambda observation: random_rng.integers(0, envs.num_actions, len(observation)),
+            args.teacher_eval_episodes, args, run_dir, checkpoint.exit_if_told,
+        )  # fmt: skip
+        writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
+    teacher_return = float(np.mean(progress.teacher_returns))
+    random_return = float(np.mean(progress.random_returns))
     if teacher_return <= random_return:
         print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than the random policy ({random_return:.1f})")
 
-    if args.offline_steps > 0 and f"offline {args.offline_steps}" not in progress.evaluations:
+    learn = make_update(q_network, optimizer, args)
+    if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
         replay = Replay(args.teacher_steps, envs.num_actions, args)
         data_steps = replay.length * args.num_envs
         if progress.teacher_step > 0:
@@ -503,54 +590,68 @@ def main(args: Args) -> None:
         if progress.teacher_step < data_steps:
             if progress.teacher_step > 0:
                 replay.truncate_episodes()
-            observation = envs.reset((args.seed, progress.teacher_step))
+            observation = jax.device_put(envs.reset((args.seed, progress.teacher_step)))
             bar = writer.progress_bar("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
             start_time = time.perf_counter() - progress.seconds
             for step in bar:
-                teacher_q_values = teacher_apply(teacher_params, observation)
+                teacher_q_values = teacher_q_values_of(teacher_params, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = envs.send(epsilon_greedy(teacher_q_values, epsilon, rng, teacher_temperature))
+                action = epsilon_greedy(np.asarray(teacher_q_values), epsilon, rng, teacher_temperature)
+                action = envs.send(action)
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
-                observation = result.observation
+                observation = jax.device_put(result.observation)
 
-                progress.teacher_step, progress.seconds = step + args.num_envs, time.perf_counter() - start_time
+                progress.teacher_step = step + args.num_envs
+                progress.seconds = time.perf_counter() - start_time
                 for episodic_return, _ in result.episodes:
                     bar.show_return(episodic_return)
                 if progress.teacher_step == data_steps:
                     writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
                     progress.seconds = 0.0
-                checkpoint.save_if_due(progress, modules | {"state": state}, replay)
-            checkpoint.save(progress, modules | {"state": state}, replay)
+                checkpoint.save_if_due(progress, parts(), replay)
+            checkpoint.save(progress, parts(), replay)
 
         # ==================== offline: learn from the teacher's data ====================
-        def evaluate_offline(num_updates: int, state: TrainState) -> None:
-            policy = functools.partial(apply, state.params)
-            episodic_return = evaluate(f"offline {num_updates}", policy, args.eval_episodes, state, replay)
-            writer.add_scalar("charts/offline/avg_episodic_return", episodic_return, num_updates)
+        def evaluate_offline(num_updates: int) -> None:
+            """Evaluate the student, log its return and save it."""
+            checkpoint.save(progress, parts(), replay)
+            q_function = functools.partial(q_values_of, state.params)
+            returns = evaluate(f"offline {num_updates}", q_function, args.eval_episodes)
+            progress.offline_returns[str(num_updates)] = returns
+            writer.add_scalar("charts/offline/avg_episodic_return", np.mean(returns), num_updates)
             save_model(state.params, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
+        # Nothing but gradient steps happens between two multiples of all these numbers.
+        updates_per_call = math.gcd(
+            UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
+        )
         start_time = time.perf_counter() - progress.seconds
-        for num_updates in writer.progress_bar("offline", range(progress.offline_update, args.offline_steps)):
+        bar = writer.progress_bar("offline", range(progress.offline_update, args.offline_steps, updates_per_call))
+        for num_updates in bar:
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
-                evaluate_offline(num_updates, state)
+                evaluate_offline(num_updates)
                 start_time = time.perf_counter() - progress.seconds
-            learning_rates = [learning_rate_at(num_updates, args.distill_coefficient, args)]
-            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient, learning_rates)
-            global_step = num_updates + 1
+            due = min(updates_per_call, args.offline_steps - num_updates)
+            learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
+            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient, *learning_rates)
+            global_step = num_updates + due
             if global_step % args.target_network_frequency == 0:
                 state = update_target(state, args.tau)
 
-            progress.offline_update, progress.seconds = global_step, time.perf_counter() - start_time
-            if global_step % 100 == 0:  # reading a loss synchronises with the GPU
-                for name, loss in zip(("loss", "q_loss", "distill_loss"), losses, strict=False):
-                    writer.add_scalar(f"charts/offline/{name}", loss.item(), global_step)
+            progress.offline_update = global_step
+            progress.seconds = time.perf_counter() - start_time
+            if global_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
+                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
+                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
+                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
                 writer.add_scalar("charts/offline/updates_per_second", global_step / progress.seconds, global_step)
-            checkpoint.save_if_due(progress, modules | {"state": state}, replay)
-        evaluate_offline(args.offline_steps, state)
+            checkpoint.save_if_due(progress, parts(), replay)
+        evaluate_offline(args.offline_steps)
+        state = update_target(state, 1.0)  # the online phase never bootstraps from an older network
         progress.seconds = 0.0
         del replay  # before the online replay buffer is made: memory holds one of them
-        checkpoint.save(progress, modules | {"state": state})
+        checkpoint.save(progress, parts())
 
     # ==================== online: learn from the student's own data ====================
     if progress.online_step < args.total_timesteps:
@@ -558,65 +659,81 @@ def main(args: Args) -> None:
         if progress.online_step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        losses, exploration_steps = None, args.exploration_fraction * args.total_timesteps
-        observation = envs.reset((args.seed, progress.online_step))
+        act = make_act(q_network, teacher)
+        losses = None
+        exploration_steps = args.exploration_fraction * args.total_timesteps
+        observation = jax.device_put(envs.reset((args.seed, progress.online_step)))
         bar = writer.progress_bar("online", range(progress.online_step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for step in bar:
-            global_step, next_step = args.offline_steps + step, step + args.num_envs
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(apply(state.params, observation), epsilon, rng, 0.0))
+            global_step = args.offline_steps + step
+            next_step = step + args.num_envs
+            q_values, teacher_q_values = act(state.params, teacher_params, observation)
+            q_values.copy_to_host_async()
 
-            # Emulation overlaps learning: nothing from here to `recv` synchronises with the GPU.
+            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
             low, high = replay.window
             if step >= args.learning_starts and high > low:
-                if due := times_due(step, next_step, args.train_frequency):
-                    first = args.offline_steps + progress.online_update
-                    learning_rates = [learning_rate_at(first + i, distill_coefficient, args) for i in range(due)]
-                    state, losses = learn(state, replay.ring, low, high, distill_coefficient, learning_rates)
-                    progress.online_update += due
+                due = times_due(step, next_step, args.train_frequency)
+                first = args.offline_steps + progress.online_update
+                learning_rates = [learning_rate_at(first + i, distill_coefficient, args) for i in range(due)]
+                for i in range(0, due, UPDATES_PER_CALL):
+                    rates = learning_rates[i : i + UPDATES_PER_CALL]
+                    state, losses = learn(state, replay.ring, low, high, distill_coefficient, *rates)
+                progress.online_update += due
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
-            teacher_q_values = teacher_apply(teacher_params, observation)
+
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng, 0.0))
             result = envs.recv()
             replay.add(observation, action, result, teacher_q_values)
-            observation = result.observation
+            observation = jax.device_put(result.observation)
 
-            progress.online_step, progress.seconds = next_step, time.perf_counter() - start_time
-            for episodic_return, length in result.episodes:
+            progress.online_step = next_step
+            progress.seconds = time.perf_counter() - start_time
+            ended = np.flatnonzero(result.reset).tolist()
+            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step)
-                writer.add_scalar("charts/episodic_length", length, global_step)
+                # A step of its own for each environment: TensorBoard and W&B show one point per step.
+                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
-            if times_due(step, next_step, 100):
+            if times_due(step, next_step, LOG_EVERY):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-                for name, term in losses._asdict().items() if losses else ():
-                    writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            checkpoint.save_if_due(progress, modules | {"state": state}, replay)
+                if losses is not None:
+                    for name, term in losses._asdict().items():
+                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+            checkpoint.save_if_due(progress, parts(), replay)
         del replay
     envs.close()
 
     # ==================== save, evaluate, upload ====================
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    final = "online" if args.total_timesteps > 0 else f"offline {args.offline_steps}"
-    if final not in progress.evaluations:
-        evaluate(final, functools.partial(apply, state.params), args.eval_episodes, state, None)
-        checkpoint.save(progress, modules | {"state": state})
     if args.save_model:
         save_model(state.params, model_path)
         print(f"model saved to {model_path}")
-    for i, episodic_return in enumerate(progress.evaluations[final]):
+    if not progress.final_returns:
+        if args.total_timesteps > 0 or args.offline_steps == 0:
+            checkpoint.save(progress, parts())
+            progress.final_returns = evaluate(
+                "online", functools.partial(q_values_of, state.params), args.eval_episodes
+            )
+        else:
+            progress.final_returns = progress.offline_returns[str(args.offline_steps)]
+        checkpoint.save(progress, parts())
+    for i, episodic_return in enumerate(progress.final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.evaluations[final])
+        upload_model(args, run_dir, model_path, progress.final_returns)
     checkpoint.finish()
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress.evaluations, distill_coefficient)
+    print_summary(args, run_dir, progress, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import psutil
 from cleanrl_utils.errors import UserError, user_errors
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # from malloc.h
@@ -84,11 +85,13 @@ def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[
                 break
 
 
-def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.autocast"]:
-    """Choose the device, set PyTorch's threads, and print one line about both.
+def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
+    """Choose the device, set PyTorch's threads and on a CPU its handling of memory and denormal numbers.
+
+    Print one line about the device.
 
     Returns:
-        The device, and the context for forward passes: bfloat16 if ``bf16`` and the hardware has it.
+        The device, and whether forward passes compute in bfloat16: if ``bf16`` and the hardware has it.
     """
     import torch
 
@@ -105,21 +108,54 @@ def pick_torch_device(cuda: bool, bf16: bool) -> tuple["torch.device", "torch.au
         # Adam's averages of gradients that became zero decay into denormal numbers, which are a hundred times slower.
         # Threads inherit the setting, so it comes before the first parallel region.
         torch.set_flush_denormal(True)
-        torch.set_num_threads(threads := available_cores())
+        threads = available_cores()
+        torch.set_num_threads(threads)
         keep_freed_memory()
-        device, in_hardware = torch.device("cpu"), torch.cpu._is_avx512_bf16_supported()
+        device = torch.device("cpu")
+        in_hardware = torch.cpu._is_avx512_bf16_supported()
         name = f"CPU with {threads} thread{'s' * (threads > 1)}"
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16 and in_hardware)
-    print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if autocast._enabled else 'float32'}", flush=True)
-    return device, autocast
+    bf16 = bf16 and in_hardware
+    print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
+    return device, bf16
+
+
+def upload(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """Return an array as a tensor on a device. A copy to a GPU is asynchronous, from pinned memory."""
+    import torch
+
+    tensor = torch.as_tensor(array)
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def download(tensor: "torch.Tensor") -> Callable[[], "np.ndarray"]:
+    """Start to copy a tensor to the host, and return a function that returns the array.
+
+    On a GPU, the function synchronises with this copy and not with later work.
+    """
+    if not tensor.is_cuda:
+        return tensor.numpy
+    import torch
+
+    copy = tensor.to("cpu", non_blocking=True)  # PyTorch takes pinned memory for it
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> "np.ndarray":
+        copied.synchronize()
+        return copy.numpy()
+
+    return read
 
 
 class CudaGraph:
     """A function that a GPU runs as one CUDA graph instead of hundreds of kernels that Python launches one by one.
 
     The first calls run eagerly, as libraries initialise themselves in them. The next call is captured, and later ones
-    replay the graph, with the same results and random numbers of ``generator``. The function gets its arguments as
-    tensors, must not synchronise with the GPU, and returns tensors that later calls overwrite.
+    replay the graph, with the same results and random numbers of ``generator``. Arguments are numbers, which the
+    function gets as tensors, and tensors on the GPU, which are copied. The function must not synchronise with the GPU,
+    and returns tensors that later calls overwrite.
     """
 
     EAGER_CALLS = 3
@@ -127,17 +163,20 @@ class CudaGraph:
     def __init__(self, function: Callable[..., Any], generator: "torch.Generator"):
         import torch
 
-        self.function, self.device = function, generator.device
-        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.function = function
+        self.device = generator.device
+        self.graph = torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream()
         self.graph.register_generator_state(generator)  # or every replay would draw the same numbers
         self.calls = 0
 
-    def __call__(self, *inputs: float) -> Any:
+    def __call__(self, *inputs: "float | torch.Tensor") -> Any:
         import torch
 
         self.calls += 1
         if self.calls <= self.EAGER_CALLS + 1:
-            self.inputs = [torch.as_tensor(value, device=self.device) for value in inputs]
+            # Cloned: a graph reads the memory of the arguments that it was captured with.
+            self.inputs = [torch.as_tensor(value, device=self.device).clone() for value in inputs]
         if self.calls <= self.EAGER_CALLS:
             # On a side stream, as the capture will be: work on the default stream could not be captured later.
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -151,10 +190,13 @@ class CudaGraph:
                     self.result = self.function(*self.inputs)
             except RuntimeError as error:  # it leaves PyTorch's generator and allocator unusable
                 reason = str(error.__context__ or error).splitlines()[0]  # the context is the error inside the capture
-                what = f"an update could not be captured as a CUDA graph ({reason})"
+                what = f"a CUDA graph could not be captured ({reason})"
                 raise UserError(f"{what}; add --no-cuda-graph, also with --resume to continue this run") from error
         for tensor, value in zip(self.inputs, inputs, strict=True):
-            tensor.fill_(value)  # a kernel, so that nothing synchronises with the GPU
+            if isinstance(value, torch.Tensor):
+                tensor.copy_(value)
+            else:
+                tensor.fill_(value)  # a kernel, so that nothing synchronises with the GPU
         self.graph.replay()
         return self.result
 
@@ -165,7 +207,7 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator") -> Ca
     return lambda *inputs: graph(len(inputs))(*inputs)
 
 
-def pick_jax_device(bf16: bool) -> Any:
+def set_up_jax(bf16: bool) -> Any:
     """Set up JAX's memory and caches, print one line about the device, and return the dtype of hidden layers.
 
     It is bfloat16 if ``bf16`` and a GPU or TPU has it: XLA has no fast bfloat16 convolution for a CPU. Call it before

@@ -13,7 +13,7 @@ import tyro
 import cleanrl
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.checks import PACKAGES
-from cleanrl_utils.device import pick_jax_device, pick_torch_device
+from cleanrl_utils.device import set_up_jax, set_up_torch
 from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
 from cleanrl_utils.evaluation import QFunction, play_episodes
 from cleanrl_utils.hub import repository_name
@@ -70,10 +70,10 @@ def load_q_function(args: Args) -> tuple[QFunction, float]:
     script = import_script(args.script, Path(repo).stem if is_file and "_jax" not in args.exp_name else args.exp_name)
     model = repo, args.exp_name, envs.num_actions, 1.0
     if hasattr(script, "jax"):
-        network, params, temperature = script.load_teacher(*model, pick_jax_device(bf16=True))
+        network, params, temperature = script.load_teacher(*model, set_up_jax(bf16=True))
         return functools.partial(script.jax.jit(network.apply), params), temperature
     torch = script.torch
-    device, autocast = pick_torch_device(cuda=True, bf16=True)
+    device, autocast = set_up_torch(cuda=True, bf16=True)
     network, temperature = script.load_teacher(*model)
     network.to(device, memory_format=torch.channels_last)
 

@@ -13,7 +13,7 @@ from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError, one_line, user_errors
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
+from cleanrl_utils.tracking import VIDEOS, changed_flags, game_flags, script_of
 
 CONTINUE = "check the name, `hf auth login`, or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 (Pong, BeamRider)"
 REQUEST_TIMEOUT = 30.0  # seconds without progress
@@ -111,10 +111,7 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     qdagger = script if hasattr(args, "teacher_policy_hf_repo") else f"qdagger_dqn_atari{backend}_impalacnn.py"
     network = "" if script == f"{args.exp_name}.py" else f" --script cleanrl/{qdagger}"
     game = shlex.join(game_flags(args))
-    train = ["python", f"cleanrl/{script}"]
-    for name, value in vars(args).items():
-        if value != getattr(type(args), name, None) and name != "resume":
-            train += [f"--{'no-' if value is False else ''}{name}", *([] if isinstance(value, bool) else [str(value)])]
+    train = ["python", f"cleanrl/{script}", *changed_flags(args)]
     return f"""---
 {metadata.to_yaml()}
 ---

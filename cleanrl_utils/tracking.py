@@ -21,7 +21,7 @@ from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
-from cleanrl_utils.errors import user_errors
+from cleanrl_utils.errors import flag, user_errors
 
 PROGRESS_SECONDS = 5.0
 VIDEOS = Path("videos")  # has a directory per run
@@ -37,6 +37,19 @@ def game_flags(args: Any) -> list[str]:
     sticky = args.repeat_action_probability
     flags = [] if sticky is None else ["--repeat-action-probability", str(sticky)]
     return ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space, *flags]
+
+
+def changed_flags(args: Any) -> list[str]:
+    """Return the flags of a run that differ from the script's defaults, without ``--resume``."""
+    flags = []
+    for name, value in vars(args).items():
+        if name == "resume" or value == getattr(type(args), name, None):
+            continue
+        if isinstance(value, bool):
+            flags.append(flag(name if value else f"no_{name}"))
+        else:
+            flags += [flag(name), str(value)]
+    return flags
 
 
 def make_run_dir(args: Any) -> Path:

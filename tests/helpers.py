@@ -163,7 +163,17 @@ def qdagger_losses(q_network: Any, target_network: Any, batch: Any, *coefficient
     return qdagger.qdagger_loss(q_network, qdagger.td_target(target_network, batch), batch, *coefficients)
 
 
+def dqn_losses(q_network: Any, target_network: Any, batch: Any) -> Any:
+    """Compute the losses of DQN's PyTorch script in the same way."""
+    return dqn_atari.dqn_loss(q_network, dqn_atari.td_target(target_network, batch), batch)
+
+
 def qdagger_jax_losses(params: Any, target_params: Any, batch: Any, *coefficients: float, apply: Any) -> Any:
     """Compute loss and losses of the JAX script in the same way."""
     y = qdagger_jax.td_target(target_params, batch, apply)
     return qdagger_jax.qdagger_loss(params, y, batch, *coefficients, apply)
+
+
+def dqn_jax_losses(params: Any, target_params: Any, batch: Any, apply: Any) -> Any:
+    """Compute loss and losses of DQN's JAX script in the same way."""
+    return dqn_atari_jax.dqn_loss(params, dqn_atari_jax.td_target(target_params, batch, apply), batch, apply)

@@ -319,10 +319,10 @@ def test_list_of_games() -> None:
 # ==================== evaluation ====================
 
 
-def flags(game: str = "stub", epsilon: float = 0.0, seed: int = 1, **others) -> SimpleNamespace:
+def flags(game: str = "stub", seed: int = 1, **others) -> SimpleNamespace:
     """Return the flags that `play_episodes` and `film_episode` read."""
     defaults = {"repeat_action_probability": None, "full_action_space": False, "capture_video": False}
-    return SimpleNamespace(**defaults | {"env_id": f"{game}NoFrameskip-v4", "end_e": epsilon, "seed": seed} | others)
+    return SimpleNamespace(**defaults | {"env_id": f"{game}NoFrameskip-v4", "seed": seed} | others)
 
 
 class StubEnvs:
@@ -363,10 +363,15 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> list[StubEnvs]:
     return StubEnvs.made
 
 
+def stand_still(observation: np.ndarray) -> np.ndarray:
+    """Return the first action for each observation."""
+    return np.zeros(len(observation), np.int64)
+
+
 def test_short_episodes_are_not_over_represented(stubs: list[StubEnvs], capsys: pytest.CaptureFixture) -> None:
     """The first episode of each environment counts, short or long, and no other; `between` is called at every step."""
     calls = []
-    returns = play_episodes("stub", None, 200, flags(), Path(), lambda: calls.append(0))
+    returns = play_episodes("stub", stand_still, 200, flags(), Path(), lambda: calls.append(0))
     assert returns == [length for envs in stubs for length in envs.first]
     assert len(returns) == 200
     assert max(envs.num_envs for envs in stubs) <= evaluation.MAX_PARALLEL_EPISODES
@@ -376,57 +381,58 @@ def test_short_episodes_are_not_over_represented(stubs: list[StubEnvs], capsys: 
     assert f"stub: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over 200" in capsys.readouterr().out
 
 
-def test_q_values_only_for_episodes_that_run(stubs: list[StubEnvs]) -> None:
+def test_actions_only_for_episodes_that_run(stubs: list[StubEnvs]) -> None:
     """Ended episodes are not in the batch, whose size is padded to few sizes, for which JAX compiles."""
     asked, sizes = np.zeros(8, int), set()
 
-    def q_function(observation: np.ndarray) -> np.ndarray:
+    def act(observation: np.ndarray) -> np.ndarray:
         sizes.add(len(observation))
         asked[np.unique(observation[:, 0, 0, 0])] += 1
-        return np.zeros((len(observation), 3), np.float32)
+        return stand_still(observation)
 
-    play_episodes("stub", q_function, 8, flags(epsilon=0.5, seed=3), Path())
+    play_episodes("stub", act, 8, flags(seed=3), Path())
     assert asked.tolist() == [length + 1 for length in stubs[0].first]
     assert set(asked) == {4, 61}
     assert sizes <= {1, 2, 4, 8}
 
 
-def brightness(observation: np.ndarray) -> np.ndarray:
-    """Return Q-values, float32 (B, 4), that depend on the observation."""
-    return observation[:, -1, 70:80, :4].astype(np.float32).sum(1) + observation[:, 0, 40:80].mean((1, 2))[:, None]
+def by_brightness(observation: np.ndarray) -> np.ndarray:
+    """Return actions of four that depend on the observation."""
+    values = observation[:, -1, 70:80, :4].astype(np.float32).sum(1) + observation[:, 0, 40:80].mean((1, 2))[:, None]
+    return values.astype(np.int64).sum(axis=1) % 4
 
 
 def test_same_seed_same_returns() -> None:
     """Evaluations are reproducible."""
-    play = functools.partial(play_episodes, "student", brightness, 2, run_dir=Path())
-    first = play(args=flags("Breakout", 0.5, 1))
-    assert first == play(args=flags("Breakout", 0.5, 1))
-    assert first != play(args=flags("Breakout", 0.5, 2))
+    play = functools.partial(play_episodes, "student", by_brightness, 2, run_dir=Path())
+    first = play(args=flags("Breakout", 1))
+    assert first == play(args=flags("Breakout", 1))
+    assert first != play(args=flags("Breakout", 2))
 
 
 def test_film_episode(tmp_path: Path) -> None:
     """The video has a colour image of each observation; the same seed films the same episode."""
-    observations, path, args = [], tmp_path / "videos" / "student.mp4", flags("Breakout", 0.5)
+    observations, path, args = [], tmp_path / "videos" / "student.mp4", flags("Breakout")
 
-    def q_function(observation: np.ndarray) -> np.ndarray:
+    def act(observation: np.ndarray) -> np.ndarray:
         observations.append(observation[0, -1].astype(int))
-        return brightness(observation)
+        return by_brightness(observation)
 
-    episodic_return = film_episode(q_function, path, args)
+    episodic_return = film_episode(act, path, args)
     images = [np.asarray(image) for image in imageio.get_reader(path)]
     assert len(images) == len(observations) > 100  # five lives
     assert images[0].shape == (210, 160, 3)
     for image, observation in zip(images, observations, strict=True):
         gray = cv2.resize(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), (84, 84), interpolation=cv2.INTER_AREA)
         assert np.abs(gray - observation).max() < 40
-    assert film_episode(brightness, tmp_path / "again.mp4", args) == episodic_return
+    assert film_episode(by_brightness, tmp_path / "again.mp4", args) == episodic_return
 
 
 def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that stands still is filmed for 200 frames: the first observation and 50 steps."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
     steps = []
-    film_episode(lambda x: np.eye(1, 6), tmp_path / "a.mp4", flags("Pong"), lambda: steps.append(0))
+    film_episode(stand_still, tmp_path / "a.mp4", flags("Pong"), lambda: steps.append(0))
     assert len(steps) == 51
 
 
@@ -444,8 +450,8 @@ def test_broken_ffmpeg_costs_a_warning(
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    args = flags("Breakout", 0.5, capture_video=True)
-    returns = play_episodes("offline 4", brightness, 2, args, Path("runs/1"))
+    args = flags("Breakout", capture_video=True)
+    returns = play_episodes("offline 4", by_brightness, 2, args, Path("runs/1"))
     assert len(returns) == 2
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: ")]
     assert "videos/1/offline-4.mp4 can't be written" in warning

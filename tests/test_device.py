@@ -1,6 +1,5 @@
 """Devices on a machine without a GPU, whose drivers and libraries are mocked; the CPU computes."""
 
-import functools
 import os
 import re
 import resource
@@ -41,9 +40,9 @@ def test_warning_of_an_unused_gpu(
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if library == "JAX":
-        assert device.pick_jax_device(bf16=True) is jnp.float32
+        assert device.set_up_jax(bf16=True) is jnp.float32
     else:
-        assert device.pick_torch_device(cuda=wanted, bf16=True)[0].type == "cpu"
+        assert device.set_up_torch(cuda=wanted, bf16=True)[0].type == "cpu"
     printed, error = capsys.readouterr()
     assert re.fullmatch("device: CPU with .*\n", printed)
     assert re.fullmatch(f"WARNING: {library} can't use the NVIDIA GPU.*\n" if nvidia_smi and wanted else "", error)
@@ -55,20 +54,20 @@ def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.M
     gpu = SimpleNamespace(compute_capability=capability, platform="gpu", device_kind="a GPU")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-    assert device.pick_jax_device(bf16=True).__name__ == dtype
-    assert device.pick_jax_device(bf16=False).__name__ == "float32"
+    assert device.set_up_jax(bf16=True).__name__ == dtype
+    assert device.set_up_jax(bf16=False).__name__ == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: dtype == "bfloat16")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU", total_memory=0))
     threads = torch.get_num_threads()
-    picked, autocast = device.pick_torch_device(cuda=True, bf16=True)
-    assert (picked.type, torch.get_num_threads(), autocast._enabled) == ("cuda", 1, dtype == "bfloat16")
+    picked, bf16 = device.set_up_torch(cuda=True, bf16=True)
+    assert (picked.type, torch.get_num_threads(), bf16) == ("cuda", 1, dtype == "bfloat16")
     torch.set_num_threads(threads)
 
 
 def test_jax_without_the_named_device() -> None:
     """JAX_PLATFORMS=cuda on a machine without CUDA ends in one line."""
-    code = "from cleanrl_utils.device import *\ntry: pick_jax_device(True)\nexcept UserError as error: print(error)"
+    code = "from cleanrl_utils.device import *\ntry: set_up_jax(True)\nexcept UserError as error: print(error)"
     environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert re.fullmatch(r"JAX can't start: .*JAX_PLATFORMS=cpu.*\n", run.stdout), run.stderr
@@ -146,9 +145,9 @@ def test_update_lowers_for_cuda_without_scatters(script: Any) -> None:
     sizes = (100, num_actions, args) if script is qdagger_jax else (100, args)
     params = script.init_params(network, jax.random.PRNGKey(1))
     state = script.TrainState(params, params, optimizer.init(params), jax.random.PRNGKey(1))
-    update = functools.partial(script.update, args=args, apply=network.apply, optimizer=optimizer)
-    inputs = (state, script.Replay(*sizes).ring, 0, 20, *((1.0, [1e-4, 1e-4]) if script is qdagger_jax else ()))
-    text = jax.jit(update).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    update = script.make_update(network, optimizer, args)
+    inputs = (state, script.Replay(*sizes).ring, 0, 20, *((1.0, 1e-4, 1e-4) if script is qdagger_jax else ()))
+    text = update.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.scatter" not in text
     convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     assert convolutions
@@ -197,7 +196,7 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_of_jax() -> None:
     """XLA computes with as many threads as :func:`available_cores` returns."""
-    code = "from cleanrl_utils import device\ndevice.available_cores = lambda: 5\ndevice.pick_jax_device(True)\n"
+    code = "from cleanrl_utils import device\ndevice.available_cores = lambda: 5\ndevice.set_up_jax(True)\n"
     code += "import jax; jax.numpy.ones((500, 500)) @ jax.numpy.ones((500, 500))\n"
     code += "names = [file.read_text() for file in device.Path('/proc/self/task').glob('*/comm')]\n"
     code += "print(names.count('tf_XLAEigen\\n'))"

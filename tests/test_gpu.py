@@ -24,7 +24,6 @@ needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch 
 needs_jax = pytest.mark.skipif(not JAX_ON_GPU, reason="JAX sees no GPU")
 SCRIPTS = [pytest.param(qdagger, marks=needs_torch), pytest.param(qdagger_jax, marks=needs_jax)]
 pytestmark = pytest.mark.gpu
-no_autocast = torch.autocast("cpu", enabled=False)
 
 TINY = "--num-envs 4 --teacher-eval-episodes 1 --eval-episodes 1 --teacher-steps 200 --offline-steps 40 --end-e 0.8 "
 TINY += "--learning-starts 100 --buffer-size 1000 --batch-size 8 --teacher-model-exp-name dqn_atari --env-id " + GAME
@@ -40,22 +39,31 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 class Learner:
     """Networks, optimizer, an update and a replay buffer of random steps on a device; the seed is fixed."""
 
-    def __init__(self, args: qdagger.Args, picked: torch.device, autocast: torch.autocast):
+    def __init__(self, args: qdagger.Args, picked: torch.device, bf16: bool):
         torch.manual_seed(1)
         rng, (n, a), shape = np.random.default_rng(1), (args.num_envs, NUM_ACTIONS), (args.num_envs, 4, 84, 84)
         self.q_network = qdagger.QNetwork(NUM_ACTIONS).to(picked, memory_format=torch.channels_last)
         self.optimizer = torch.optim.Adam(
             self.q_network.parameters(), args.learning_rate, fused=True, capturable=picked.type == "cuda"
         )
-        self.replay = qdagger.Replay(64 * n, NUM_ACTIONS, args, torch.Generator(picked).manual_seed(1))
+        self.replay = qdagger.Replay(64 * n, NUM_ACTIONS, args, picked)
         none = np.zeros(n, bool)
         for _ in range(64):
             step = Step(np.zeros(0), rng.integers(-1, 2, n), rng.random(n) < 0.1, none, rng.random(n) < 0.1, [])
             observation = torch.as_tensor(rng.integers(0, 256, shape, np.uint8), device=picked)
             q_values = torch.as_tensor(rng.random((n, a), np.float32), device=picked)
             self.replay.add(observation, rng.integers(0, a, n), step, q_values)
-        target_network = copy.deepcopy(self.q_network)
-        self.update = qdagger.make_update(self.q_network, target_network, self.optimizer, self.replay, autocast, args)
+        self.generator = torch.Generator(picked).manual_seed(1)
+        autocast = torch.autocast(picked.type, torch.bfloat16, enabled=bf16)
+        self.update = qdagger.make_update(
+            self.q_network,
+            copy.deepcopy(self.q_network),
+            self.optimizer,
+            self.replay.ring,
+            self.generator,
+            autocast,
+            args,
+        )
 
     def learn(self, updates: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Make single updates and updates of four gradient steps in turns; return the weights and the losses."""
@@ -70,7 +78,7 @@ class Learner:
 def learn(updates: int, **flags: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weights and losses after updates with these flags."""
     args = qdagger.Args(**flags)
-    return Learner(args, *device.pick_torch_device(args.cuda, args.bf16)).learn(updates)
+    return Learner(args, *device.set_up_torch(args.cuda, args.bf16)).learn(updates)
 
 
 @needs_torch
@@ -92,10 +100,11 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
     """The direction is the same, up to the rounding of the precision."""
-    learners = [Learner(qdagger.Args(num_envs=4), torch.device(name), no_autocast) for name in ("cpu", "cuda")]
-    batch, gradients = learners[0].replay.sample(32, *learners[0].replay.window), []
+    learners = [Learner(qdagger.Args(num_envs=4), torch.device(name), False) for name in ("cpu", "cuda")]
+    cpu, gradients = learners[0], []
+    batch = qdagger.sample(cpu.replay.ring, *cpu.replay.window, 32, cpu.generator, 1, 0.99)
     for learner in learners:
-        on_device = qdagger.Batch(*(array.to(learner.replay.generator.device) for array in batch))
+        on_device = qdagger.Batch(*(array.to(learner.generator.device) for array in batch))
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
             qdagger_losses(learner.q_network, learner.q_network, on_device, 1.0, 0.1).loss.backward()
         gradients.append(torch.cat([parameter.grad.flatten().cpu() for parameter in learner.q_network.parameters()]))
@@ -106,7 +115,7 @@ def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
 def test_nothing_synchronises_with_the_gpu() -> None:
     """Neither an update nor adding a step does: PyTorch raises an error at a synchronisation."""
     args = qdagger.Args()
-    learner = Learner(args, *device.pick_torch_device(args.cuda, args.bf16))
+    learner = Learner(args, *device.set_up_torch(args.cuda, args.bf16))
     learner.learn(device.CudaGraph.EAGER_CALLS + 1)
     observation = torch.zeros((16, 4, 84, 84), dtype=torch.uint8, device="cuda")
     none, q_values = np.zeros(16, bool), torch.zeros((16, NUM_ACTIONS), device="cuda")
@@ -125,16 +134,16 @@ def test_replay_beyond_2_31_bytes(script) -> None:
     """The end of a replay buffer of more bytes than an int32 counts is read correctly."""
     args = script.Args(num_envs=4)
     if script is qdagger:
-        replay = qdagger.Replay(2**31 // 7056 + 4000, 6, args, torch.Generator("cuda"))
+        replay = qdagger.Replay(2**31 // 7056 + 4000, 6, args, torch.device("cuda"))
         replay.ring.frame[-8:] = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None, None, None] + 1
         replay.ring.valid.fill_(True), replay.ring.age.fill_(100), replay.ring.terminated.fill_(False)
         t = torch.full((2,), replay.length - 2, device="cuda")
-        batch = replay.batch(t, torch.tensor([0, 3], device="cuda"))
+        batch = qdagger.transitions_at(replay.ring, t, torch.tensor([0, 3], device="cuda"), 1, 0.99)
     else:
         replay = qdagger_jax.Replay(2**31 // 7056 + 4000, 6, args)
         frame = replay.ring.frame.at[-8:].set((jnp.arange(8, dtype=jnp.uint8) + 1)[:, None, None, None])
         ring = replay.ring._replace(frame=frame, valid=replay.ring.valid | True, age=replay.ring.age + 100)
-        batch = qdagger_jax.transitions(ring, jnp.full((2,), replay.length - 2), jnp.array([0, 3]), 1, 0.99)
+        batch = qdagger_jax.transitions_at(ring, jnp.full((2,), replay.length - 2), jnp.array([0, 3]), 1, 0.99)
     assert batch.observation[:, :, 0, 0].tolist() == [[4, 5, 6, 7]] * 2
     assert batch.bootstrap_observation[:, :, 83, 83].tolist() == [[5, 6, 7, 8]] * 2
 

@@ -24,6 +24,8 @@ from helpers import (
     TIMED_TAGS,
     SmallFlaxNetwork,
     SmallNetwork,
+    dqn_jax_losses,
+    dqn_losses,
     float64,
     only,
     qdagger_jax_losses,
@@ -74,7 +76,7 @@ def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:
 
 def torch_loss(script: Any, *inputs: Any) -> Any:
     """Compute the loss of a PyTorch script from its networks, a batch, λ and the temperature."""
-    return qdagger_losses(*inputs) if script is qdagger else dqn_atari.dqn_loss(*inputs[:3])
+    return qdagger_losses(*inputs) if script is qdagger else dqn_losses(*inputs[:3])
 
 
 # ==================== networks ====================
@@ -163,7 +165,7 @@ def test_losses_and_gradients(script: Any, jax_script: Any, flat: bool) -> None:
         networks = [spread(script.QNetwork(A), seed) for seed in (2, 3)]
         expected = torch_loss(script, *networks, batch_of(script, batch), *coefficients)
         expected[0].backward()
-    loss, coefficients = (qdagger_jax_losses, coefficients) if script is qdagger else (dqn_atari_jax.dqn_loss, ())
+    loss, coefficients = (qdagger_jax_losses, coefficients) if script is qdagger else (dqn_jax_losses, ())
     gradient_of = jax.jit(functools.partial(jax.grad(loss, has_aux=True), apply=jax_script.QNetwork(A).apply))
     gradients, losses = gradient_of(*map(to_jax, networks), batch_of(jax_script, batch), *coefficients)
     for name, term in losses._asdict().items():
@@ -196,7 +198,7 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
     batches = [random_batch(seed, 2, A) for seed in (11, 12, 13)]
     network, target_network = (spread(SmallNetwork(A), seed) for seed in (14, 15))
     adam = torch.optim.Adam(network.parameters())
-    flags = {"gamma": 0.9, "learning_rate": 1e-3}
+    flags = {"gamma": 0.9, "learning_rate": 1e-3, "batch_size": 2}
     if script is qdagger:
         flags |= {"temperature": 0.5, "distill_coefficient": 2.0, "final_learning_rate": 1e-4}
         flags |= {"offline_steps": 1, "warmup_updates": 2}
@@ -209,26 +211,30 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
     ring = jax.tree.map(lambda *x: jnp.stack(x), *(batch_of(jax_script, batch) for batch in batches))
     sampled: list[tuple[tuple[int, ...], int]] = []
 
-    def sample(ring: Any, key: jax.Array, low: int, high: int, args: Any) -> Any:
-        assert args.gamma == 0.9
-        i = jax.random.randint(key, (), low - 5, high - 6)
-        jax.debug.callback(lambda key, i: sampled.append((tuple(key.tolist()), int(i))), key, i, ordered=True)
-        return jax.tree.map(lambda x: x[i], ring)
+    def record(key: np.ndarray, chosen: np.ndarray) -> None:
+        sampled.extend((tuple(key.tolist()), int(i)) for i in chosen)
+
+    def sample(ring: Any, low: int, high: int, size: int, key: jax.Array, n_step: int, gamma: float) -> Any:
+        assert gamma == 0.9
+        i = jax.random.randint(key, (size // 2,), low - 5, high - 6)
+        jax.debug.callback(
+            lambda key, i: sampled.extend((tuple(key.tolist()), int(j)) for j in i), key, i, ordered=True
+        )
+        return jax.tree.map(lambda x: x[i].reshape(size, *x.shape[2:]), ring)
 
     monkeypatch.setattr(jax_script, "sample", sample)
-    apply = SmallFlaxNetwork(A).apply
-    learn = jax.jit(functools.partial(jax_script.update, args=args, apply=apply, optimizer=optimizer))
+    learn = jax_script.make_update(SmallFlaxNetwork(A), optimizer, args)
     updates = [(0, 2.0), (1, 0.7), (2, 0.7)]  # (number, λ)
     if script is qdagger:
         for call in (updates[:1], updates[1:]):
             rates = [jax_script.learning_rate_at(number, coefficient, args) for number, coefficient in call]
-            state, losses = learn(state, ring, 5, 9, call[0][1], rates)
+            state, losses = learn(state, ring, 5, 9, call[0][1], *rates)
             assert state.optimizer_state.hyperparams["learning_rate"] == np.float32(rates[-1])
     else:
         for _ in updates:
             state, losses = learn(state, ring, 5, 9)
     jax.effects_barrier()
-    assert len({key for key, _ in sampled}) == 3
+    assert len({key for key, _ in sampled}) == (2 if script is qdagger else 3), "a key was used twice"
     assert len({i for _, i in sampled}) >= 2
 
     for (number, coefficient), (_, i) in zip(updates, sampled, strict=True):

@@ -33,11 +33,11 @@ every_script = pytest.mark.parametrize("script", SCRIPTS)
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_transitions() -> Iterator[None]:
-    """Compile `transitions` alone, since compiling all of `sample` takes a second for each size of the ring."""
+    """Compile `transitions_at` alone, since compiling all of `sample` takes a second for each size of the ring."""
     with pytest.MonkeyPatch.context() as patch:
         for script in SCRIPTS:
-            if hasattr(script, "transitions"):
-                patch.setattr(script, "transitions", jax.jit(script.transitions, static_argnames="n_step"))
+            if hasattr(script, "jax"):
+                patch.setattr(script, "transitions_at", jax.jit(script.transitions_at, static_argnames="n_step"))
         yield
 
 
@@ -49,7 +49,8 @@ class Buffer:
         self.script, self.args = script, script.Args(**sizes)
         self.torch, self.distills = hasattr(script, "torch"), hasattr(script, "qdagger_loss")
         inputs = [length * num_envs, *[NUM_ACTIONS] * self.distills, self.args]
-        self.replay = script.Replay(*inputs, *[torch.Generator().manual_seed(seed)] * self.torch)
+        self.replay = script.Replay(*inputs, *[torch.device("cpu")] * self.torch)
+        self.generator = torch.Generator().manual_seed(seed)
         self.key = jax.random.key(seed)
 
     def add(self, observation: np.ndarray, action: np.ndarray, result: Step, teacher_q_values: np.ndarray) -> None:
@@ -61,19 +62,19 @@ class Buffer:
     def batch(self, t: np.ndarray, env: np.ndarray) -> Any:
         """Return the transitions of steps ``t`` in environments ``env``."""
         if self.torch:
-            return self.to_numpy(self.replay.batch(torch.from_numpy(t), torch.from_numpy(env)))
-        size = 8 if len(t) <= 8 else -(-len(t) // 250) * 250  # few shapes to compile for
-        padded = (np.resize(index, size).astype(np.int32) for index in (t, env))
-        batch = self.script.transitions(self.replay.ring, *padded, self.args.n_step, self.args.gamma)
+            indices = [torch.from_numpy(index) for index in (t, env)]
+        else:
+            size = 8 if len(t) <= 8 else -(-len(t) // 250) * 250  # few shapes to compile for
+            indices = [np.resize(index, size).astype(np.int32) for index in (t, env)]
+        batch = self.script.transitions_at(self.replay.ring, *indices, self.args.n_step, self.args.gamma)
         return jax.tree.map(lambda array: array[: len(t)], self.to_numpy(batch))
 
     def sample(self, batch_size: int = 250) -> Any:
         """Sample a batch from the window."""
-        if self.torch:
-            return self.to_numpy(self.replay.sample(batch_size, *self.replay.window))
         self.key, key = jax.random.split(self.key)
-        args = self.script.Args(batch_size=batch_size, n_step=self.args.n_step, gamma=self.args.gamma)
-        return self.to_numpy(self.script.sample(self.replay.ring, key, *self.replay.window, args))
+        random = self.generator if self.torch else key
+        inputs = self.replay.ring, *self.replay.window, batch_size, random, self.args.n_step, self.args.gamma
+        return self.to_numpy(self.script.sample(*inputs))
 
     def to_numpy(self, batch: Any) -> Any:
         """Convert the arrays of a batch."""
@@ -338,7 +339,7 @@ def test_size(script: Any, size: int, num_envs: int) -> None:
     """The buffer has as many steps as fit, and stores each frame once."""
     buffer = Buffer(script, 1, 1, 1, 0.9)
     args = script.Args(num_envs=num_envs)
-    replay = script.Replay(size, *[NUM_ACTIONS] * buffer.distills, args, *[torch.Generator()] * buffer.torch)
+    replay = script.Replay(size, *[NUM_ACTIONS] * buffer.distills, args, *[torch.device("cpu")] * buffer.torch)
     assert replay.length * num_envs <= size < (replay.length + 1) * num_envs
     assert all(array.shape[:2] == (replay.length, num_envs) for array in replay.ring)
     assert 84 * 84 <= sum(array.nbytes for array in replay.ring) / replay.length / num_envs < 84 * 84 + 50

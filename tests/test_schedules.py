@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
-import torch
 from helpers import NETWORKS, SmallNetwork
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from cleanrl_utils import evaluation
 
 every_qdagger = pytest.mark.parametrize("script", [qdagger, qdagger_jax])
 every_script = pytest.mark.parametrize("script", list(NETWORKS))
@@ -115,30 +112,29 @@ def test_linear_schedule(script: Any, start: float, end: float, duration: int, s
     assert script.linear_schedule(start, end, 0.0, step) == end
 
 
-MAKE = {script: jnp.asarray if "jax" in script.__name__ else torch.from_numpy for script in NETWORKS}
-MAKE[evaluation], SAMPLES = np.asarray, 40_000
+SAMPLES = 40_000
 
 
-@pytest.mark.parametrize("module", MAKE)
+@every_script
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
-def test_epsilon_greedy(module: Any, epsilon: float) -> None:
+def test_epsilon_greedy(script: Any, epsilon: float) -> None:
     """Each action is a random one with probability ε. The order of the random numbers reproduces older runs."""
     rng, twin = np.random.default_rng(0), np.random.default_rng(0)
     best, random = rng.integers(0, 5, SAMPLES), twin.integers(0, 5, (2, SAMPLES))[1]
-    temperature = [] if module.__name__.startswith("dqn") else [0.0]
-    actions = module.epsilon_greedy(MAKE[module](np.eye(5, dtype=np.float32)[best]), epsilon, rng, *temperature)
+    temperature = [] if script.__name__.startswith("dqn") else [0.0]
+    actions = script.epsilon_greedy(np.eye(5, dtype=np.float32)[best], epsilon, rng, *temperature)
     np.testing.assert_array_equal(actions, np.where(twin.random(SAMPLES) < epsilon, random, best))
     assert rng.random() == twin.random()
     assert actions.dtype == np.int64
 
 
-@pytest.mark.parametrize("module", [qdagger, qdagger_jax, evaluation])
+@every_qdagger
 @pytest.mark.parametrize(("temperature", "epsilon"), [(0.1, 0.0), (1.0, 0.0), (0.1, 0.3)])
-def test_sampling(module: Any, temperature: float, epsilon: float) -> None:
+def test_sampling(script: Any, temperature: float, epsilon: float) -> None:
     """Actions are drawn from softmax(Q / temperature), with random ones on top: χ² at the level of 0.1 %."""
     q_values = np.array([0.3, 0.1, 0.0, -0.2, 0.25], np.float32)
-    rows, rng = MAKE[module](np.tile(q_values, (SAMPLES, 1))), np.random.default_rng(0)
-    actions = module.epsilon_greedy(rows, epsilon, rng, temperature)
+    rows, rng = np.tile(q_values, (SAMPLES, 1)), np.random.default_rng(0)
+    actions = script.epsilon_greedy(rows, epsilon, rng, temperature)
     policy = np.exp(q_values / temperature) / np.exp(q_values / temperature).sum()
     expected = SAMPLES * (epsilon / 5 + (1 - epsilon) * policy)
     assert ((np.bincount(actions, minlength=5) - expected) ** 2 / expected).sum() < 18.5

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
-from helpers import float64, qdagger_losses, random_batch, spread
+from helpers import dqn_losses, float64, qdagger_losses, random_batch, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,6 +174,21 @@ def test_bfloat16(network_class: type[torch.nn.Module]) -> None:
     torch.testing.assert_close(q_values, expected, rtol=0, atol=0.02 * expected.abs().max().item())
 
 
+def test_channels_of_zeros_change_nothing() -> None:
+    """On a GPU, observations have four more channels: outputs and gradients are those without them."""
+    with float64():
+        sequence = spread(qdagger.ConvSequence(4, 16), seed=3).double()
+        x = torch.from_numpy(random_batch(3, 2, 6)["observation"]) / 255.0
+        padded = qdagger.pad_channels(x, 8)
+        assert padded.shape == (2, 8, 84, 84)
+        results = []
+        for image in (x, padded):
+            output = sequence(image)
+            results.append([output, *torch.autograd.grad(output.square().sum(), list(sequence.parameters()))])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 # ==================== loss ====================
 
 
@@ -218,7 +233,7 @@ def test_loss_and_its_gradient(
     table, target_table = Table(q), Table(rng.normal(scale=scale, size=q.shape))
     reference = Reference(batch, target_table.q_values.detach().numpy()[next_state], 0.0, temperature)
     columns = {name: getattr(batch, name) for name in dqn_atari.Batch._fields}
-    td_loss, q_values = dqn_atari.dqn_loss(table, target_table, dqn_atari.Batch(**columns))
+    td_loss, q_values = dqn_losses(table, target_table, dqn_atari.Batch(**columns))
     np.testing.assert_allclose(td_loss.item(), reference.losses(q[state])[1], rtol=1e-8)
     np.testing.assert_array_equal(q_values.detach().numpy(), q[state, batch.action.numpy()])
     td_loss.backward()
@@ -263,6 +278,7 @@ class Learner(NamedTuple):
 
     update: Callable[..., Any]
     replay: Any
+    generator: torch.Generator
     q_network: torch.nn.Module
     target_network: torch.nn.Module
     rng: np.random.Generator
@@ -291,16 +307,16 @@ def make_learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bo
     args.temperature = 0.5
     torch.manual_seed(7)
     generator = (torch.Generator if device == "cpu" else MetaGenerator)().manual_seed(7)
-    replay = script.Replay(30, *[6] * (script is qdagger), args, generator)
+    replay = script.Replay(30, *[6] * (script is qdagger), args, torch.device(device))
     networks = [script.QNetwork(6).to(device, memory_format=torch.channels_last) for _ in range(2)]
     if device == "cpu":
         optimizer = torch.optim.Adam(networks[0].parameters(), lr=1e-3, fused=True)
     else:  # fused Adam does not know the device
         optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
     autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
-    update = script.make_update(*networks, optimizer, replay, autocast, args)
+    update = script.make_update(*networks, optimizer, replay.ring, generator, autocast, args)
     update = cuda_graph(update, generator) if graph else update
-    learner = Learner(update, replay, *networks, np.random.default_rng(7))
+    learner = Learner(update, replay, generator, *networks, np.random.default_rng(7))
     for _ in range(20):
         replay.add(*learner.random_step())
     return learner
@@ -322,10 +338,11 @@ def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
     for coefficient, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3]), (0.0, [2e-3])):
         if script is dqn_atari:
             learning_rates = [1e-3]
-        state = learner.replay.generator.get_state()
-        whole = learner.replay.sample(8 * len(learning_rates), *learner.replay.window)
+        state = learner.generator.get_state()
+        size = 8 * len(learning_rates)
+        whole = script.sample(learner.replay.ring, *learner.replay.window, size, learner.generator, 3, 0.99)
         batches = [script.Batch(*parts) for parts in zip(*(column.split(8) for column in whole), strict=True)]
-        learner.replay.generator.set_state(state)
+        learner.generator.set_state(state)
         losses = learner.update(*learner.replay.window, *([coefficient, *learning_rates] if script is qdagger else ()))
         with autocast:  # the target network is the same for all batches
             targets = qdagger.td_target(target_network, whole).split(8)
@@ -334,7 +351,7 @@ def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
                 if script is qdagger:
                     expected = qdagger.qdagger_loss(q_network, y, batch, coefficient, 0.5)
                 else:
-                    expected = dqn_atari.dqn_loss(q_network, target_network, batch)
+                    expected = dqn_atari.dqn_loss(q_network, y, batch)
             adam.param_groups[0]["lr"] = learning_rate
             adam.zero_grad()
             expected[0].backward()
@@ -445,3 +462,23 @@ def test_cuda_graphs_give_the_same_updates(script: Any, bf16: bool, graphs: list
         for learner in (plain, graphed):
             learner.replay.add(*learner.random_step())
     assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS] * kinds
+
+
+def test_acting_as_a_cuda_graph(graphs: list[RecordedGraph]) -> None:
+    """Q-values are those of eager execution bit by bit, while observations and weights change.
+
+    The graph reads a copy of the observations: the caller's are not overwritten by later ones.
+    """
+    generator = torch.Generator()
+    q_network = spread(qdagger.QNetwork(6), seed=1)
+    teacher = spread(qdagger.TeacherNetwork(6), seed=2)
+    act = qdagger.make_act(q_network, teacher, contextlib.nullcontext(), generator, qdagger.Args())
+    graphed = cuda_graph(act, generator)
+    observations = [torch.from_numpy(random_batch(seed, 2, 6)["observation"]) for seed in range(6)]
+    copies = [observation.clone() for observation in observations]
+    for observation in observations:
+        for expected, found in zip(act(observation), graphed(observation), strict=True):
+            assert torch.equal(expected, found)
+        spread(q_network, seed=int(observation.sum()))
+    assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS]
+    assert all(map(torch.equal, observations, copies))
