@@ -1,8 +1,11 @@
-# Needs a network and Python 3.11, 3.12 or 3.13; everything else is installed into .venv.
-PYTHON ?= python3.13 python3.12 python3.11 python3
-SUPPORTED := -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'
+# Needs a network and Python 3.11 or later; everything else is installed into .venv.
+PYTHON ?= python3.14 python3.13 python3.12 python3.11 python3
+TESTED := Python 3.11 to 3.14
+USABLE := -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 VENV := .venv
 RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+PYTEST := -m pytest --numprocesses 2 --dist loadfile
 TEACHER := teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1
 # In Breakout, ten episodes end within 10,000 steps. Only then is λ annealed. One update per 8 steps instead of 4 leaves
 # time for more steps. A large learning rate is good in the offline phase only.
@@ -11,7 +14,8 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	--total-timesteps 18000 --learning-starts 1000 --train-frequency 8 --buffer-size 18000 \
 	--teacher-eval-episodes 20 --eval-episodes 20 --save-model
 
-.PHONY: help demo demo-jax test test-gpu test-slurm torture torture-jax lint benchmark benchmark-gpu docs docs-serve requirements clean
+.PHONY: help demo demo-jax test test-gpu test-slurm test-newest test-lowest torture torture-jax lint benchmark \
+	benchmark-gpu docs docs-serve requirements clean
 
 help:
 	@echo "make demo           train a student on Breakout from the teacher in teachers/, 8 minutes on 2 cores of an AMD EPYC"
@@ -19,6 +23,8 @@ help:
 	@echo "make test           run the tests, 5 to 9 minutes on 2 cores of an AMD EPYC"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a Slurm cluster, 6 minutes"
+	@echo "make test-newest    run the tests with the newest versions of all packages"
+	@echo "make test-lowest    run the tests with the lowest versions that pyproject.toml allows, on Python 3.11"
 	@echo "make torture        kill and resume a run 100 times"
 	@echo "make torture-jax    the same in JAX"
 	@echo "make lint           run ruff check and ruff format --check"
@@ -37,7 +43,23 @@ demo-jax: $(VENV)/jax
 
 # Two processes, each on half of the cores; by file, since the tests of a file share runs.
 test: $(VENV)/test
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile
+	$(RUN) $(PYTEST)
+
+# Both install into a fresh environment, and PyTorch with CUDA, which takes 8 GB on the disk.
+EVERYTHING := -e '.[atari,jax,plot,test]'
+test-newest:
+	rm -rf .venv-newest
+	$(MAKE) VENV=.venv-newest .venv-newest/bin/python
+	.venv-newest/bin/python -m pip install --quiet $(EVERYTHING)
+	.venv-newest/bin/python $(PYTEST)
+
+test-lowest: PYTHON := python3.11
+test-lowest:
+	rm -rf .venv-lowest
+	$(MAKE) VENV=.venv-lowest PYTHON=$(PYTHON) .venv-lowest/bin/python
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct $(EVERYTHING)
+	.venv-lowest/bin/python $(PYTEST)
 
 # Needs builds of PyTorch and JAX that can use the GPU.
 test-gpu: $(VENV)/test
@@ -71,30 +93,51 @@ docs: $(VENV)/docs
 docs-serve: $(VENV)/docs
 	$(RUN) -m mkdocs serve
 
-# Use the first supported Python that runs; a shim of pyenv may not run.
+# Make the environment again if it is incomplete ("activate" is written last), if its Python is gone, as after an upgrade
+# of the system, or if it has no pip.
+ifneq ($(shell test -e $(VENV)/bin/activate && $(RUN) -c 'import pip' 2>&1 && echo complete),complete)
+.PHONY: $(RUN)
+endif
+
+# An environment of uv lacks only pip. Otherwise use the first Python that runs; a shim of pyenv may not run.
 $(RUN):
-	@for python in $(PYTHON); do \
-		if $$python $(SUPPORTED) 2>/dev/null; then exec $$python -m venv --clear $(VENV); fi; \
+	@if test -e $(VENV)/bin/activate && $(RUN) -m ensurepip >/dev/null 2>&1; then exit; fi; \
+	for python in $(PYTHON); do \
+		if $$python $(USABLE) 2>/dev/null; then \
+			$$python -m venv --clear $(VENV) && exit; \
+			rm -rf $(VENV); \
+			exit 2; \
+		fi; \
 	done; \
-	echo "error: Python 3.11, 3.12 or 3.13 is needed; install one and name it: make PYTHON=/path/to/python3.12" >&2; exit 2
+	echo "error: none of $(PYTHON) is Python 3.11 or later with venv and ensurepip;" \
+		"install it (Debian, Ubuntu: apt install python3-venv) or name one: make PYTHON=/path/to/python3.14" >&2; \
+	exit 2
 
 # The file $(VENV)/% records what is installed; its rule runs again when the pins change.
-$(VENV)/%: requirements/requirements-%.txt pyproject.toml | $(RUN)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -e .
-	touch $@
+$(VENV)/%: requirements/requirements-%.txt pyproject.toml $(RUN)
+	@echo "installing $< into $(VENV)"
+	@$(PIP) install -r $< || { \
+		echo "error: the installation with `$(RUN) --version` failed, see above; $(TESTED) are tested" >&2; \
+		exit 2; \
+	}
+	@touch $@
 
 # Pin the newest versions for the extras in pyproject.toml, without addresses and without the build label of PyTorch.
+# The last line installs the project itself.
 COMPILE := -m piptools compile --quiet --upgrade --strip-extras --no-header --no-annotate --no-emit-index-url \
 	--no-emit-find-links --no-emit-trusted-host --constraint requirements/constraints.in pyproject.toml
 requirements: $(VENV)/test
-	$(RUN) -m pip install --quiet pip-tools
+	$(PIP) install pip-tools
 	$(RUN) $(COMPILE) --extra atari --output-file requirements/requirements-atari.txt
 	$(RUN) $(COMPILE) --extra jax --output-file requirements/requirements-jax.txt
 	$(RUN) $(COMPILE) --extra atari,jax,plot,test --output-file requirements/requirements-test.txt
 	$(RUN) $(COMPILE) --constraint requirements/requirements-test.txt \
 		--extra docs --output-file requirements/requirements-docs.txt
-	sed -i -e 's/+cpu$$//' -e '/^#/d' requirements/requirements-*.txt
+	for file in requirements/requirements-*.txt; do \
+		sed -e 's/+cpu$$//' -e '/^#/d' $$file > $$file.new; \
+		echo "-e ." >> $$file.new; \
+		mv $$file.new $$file; \
+	done
 
 clean:
-	rm -rf $(VENV) build site *.egg-info
+	rm -rf $(VENV) .venv-newest .venv-lowest build site *.egg-info

@@ -1,7 +1,9 @@
 """Packaging: the files that pip, uv and Poetry install, and what the Makefile needs."""
 
 import os
+import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -31,21 +33,55 @@ def test_extras_of_cleanrl() -> None:
     assert "torch" not in extras["jax"]
 
 
+def make_environment(venv: Path, path: str) -> subprocess.CompletedProcess:
+    """Run the rule of the Makefile that makes the virtual environment."""
+    command = ["make", f"VENV={venv}", f"{venv}/bin/python"]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
-    ("statuses", "chosen"), [((127, 0, 0, 0), "python3.12"), ((127, 127, 127, 0), "python3"), ((127, 127, 1, 1), None)]
+    ("statuses", "chosen", "venv_status"),
+    [
+        ((127, 127, 0, 0, 0), "python3.12", 0),
+        ((127, 127, 127, 127, 0), "python3", 0),
+        ((127, 127, 127, 1, 1), None, 0),
+        ((0, 0, 0, 0, 0), "python3.14", 1),
+    ],
 )
-def test_python_of_the_makefile(statuses: tuple, chosen: str | None, tmp_path: Path) -> None:
-    """The newest Python that runs and is supported makes the environment; without one, one line says what is needed."""
-    for name, status in zip(("python3.13", "python3.12", "python3.11", "python3"), statuses, strict=True):
+def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status: int, tmp_path: Path) -> None:
+    """The newest Python that runs and has venv makes the environment; without one, one line says what is needed.
+
+    An incomplete environment is made again. If `venv` fails, nothing stays.
+    """
+    names = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
+    for name, status in zip(names, statuses, strict=True):
         (tmp_path / name).write_text(
-            f'#!/bin/sh\n[ $1 = -c ] && exit {status}\necho {name} $3 $4 > "{tmp_path}/made"\n'
+            f'#!/bin/sh\n[ $1 = -c ] && exit {status}\necho {name} $3 $4 > "{tmp_path}/made"\nexit {venv_status}\n'
         )
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    command = ["make", f"VENV={tmp_path}/venv", f"{tmp_path}/venv/bin/python"]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)  # Debian's Python without python3-venv leaves this behind
+    run = make_environment(venv, f"{tmp_path}:/usr/bin:/bin")
+    assert run.returncode == (0 if chosen and venv_status == 0 else 2)
+    assert venv.exists() == (venv_status == 0)
     if chosen:
-        assert (tmp_path / "made").read_text() == f"{chosen} --clear {tmp_path}/venv\n"
+        assert (tmp_path / "made").read_text() == f"{chosen} --clear {venv}\n"
     else:
-        assert run.returncode == 2
-        assert run.stderr.splitlines()[0].startswith("error: Python 3.11, 3.12 or 3.13 is needed")
+        assert re.match("error: none of .* is Python 3.11 or later with venv.*apt install python3-venv", run.stderr)
+
+
+def test_environment_without_pip(tmp_path: Path) -> None:
+    """An environment of uv, which has no pip, gets it and keeps its packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    (tmp_path / "venv" / "package").touch()
+    run = make_environment(tmp_path / "venv", os.environ["PATH"])
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "venv" / "package").exists()
+    subprocess.run([tmp_path / "venv" / "bin" / "python", "-m", "pip", "--version"], check=True)
+
+
+def test_pinned_versions_include_the_project() -> None:
+    """After `pip install -r requirements/requirements-atari.txt`, the scripts find the helpers."""
+    for file in (ROOT / "requirements").glob("requirements-*.txt"):
+        assert file.read_text().splitlines()[-1] == "-e .", file
