@@ -90,9 +90,11 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
 
 def processor() -> str:
     """Return the name of the CPU and the number of cores that this process may use."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{available_cores()} cores of {names[0] if names else platform.processor()}"
+    name = names[0] if names else platform.processor() or platform.machine()  # ARM has no model name in cpuinfo
+    return f"{available_cores()} cores of {name}"
 
 
 def main(args: Args, flags: list[str]) -> None:

@@ -112,7 +112,7 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
         torch.set_num_threads(threads)
         keep_freed_memory()
         device = torch.device("cpu")
-        in_hardware = torch.cpu._is_avx512_bf16_supported()
+        in_hardware = torch.cpu.get_capabilities().get("avx512_bf16", False)  # an ARM processor does not have the key
         name = f"CPU with {threads} thread{'s' * (threads > 1)}"
     bf16 = bf16 and in_hardware
     print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)

@@ -20,7 +20,7 @@ import pytest
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 
-from cleanrl_utils import device, errors
+from cleanrl_utils import device, errors, jobs
 from cleanrl_utils.device import available_cores  # before a fixture replaces it
 from cleanrl_utils.errors import UserError
 
@@ -63,6 +63,49 @@ def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.M
     picked, bf16 = device.set_up_torch(cuda=True, bf16=True)
     assert (picked.type, torch.get_num_threads(), bf16) == ("cuda", 1, dtype == "bfloat16")
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "bf16", "in_hardware"),
+    [
+        ({"avx512_bf16": True}, True, True),
+        ({"avx512_bf16": True}, False, False),
+        ({"avx512_bf16": False}, True, False),
+        ({"architecture": "arm64", "bf16": True}, True, False),
+    ],
+)
+def test_bfloat16_of_a_cpu(
+    capabilities: dict[str, Any], bf16: bool, in_hardware: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only processors with AVX512-BF16 use it: on ARM it was not tried."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    autocast = device.pick_torch_device(cuda=False, bf16=bf16)[1]
+    assert autocast._enabled == in_hardware
+
+
+def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS: no core affinity, control groups, prctl or mallopt; on ARM, /proc/cpuinfo does not name the CPU."""
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    import throughput
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(jobs, "LIBC", None)
+    for name in ("sched_getaffinity", "sched_setaffinity"):
+        monkeypatch.delattr(os, name)
+    for module in (device, throughput):
+        monkeypatch.setattr(module, "Path", lambda path: tmp_path / "missing")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert available_cores() == os.cpu_count()
+    assert 0 < device.available_host_memory() <= device.psutil.virtual_memory().total
+    for without_mallopt in (mock.Mock(side_effect=OSError), lambda name: object()):
+        monkeypatch.setattr(device.ctypes, "CDLL", without_mallopt)
+        device.keep_freed_memory()
+    (tmp_path / "missing").write_text("processor\t: 0\nCPU part\t: 0xd40\n")
+    monkeypatch.setattr(throughput.platform, "processor", lambda: "")
+    assert throughput.processor().endswith(f"cores of {throughput.platform.machine()}")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    assert jobs.run_locally([jobs.Job("Pong", 1, "true", ["true"])], workers=1) == 0
 
 
 def test_jax_without_the_named_device() -> None:
