@@ -2,8 +2,9 @@
 
     python benchmark/throughput.py [--backend jax] [--against OTHER_CHECKOUT/cleanrl/qdagger_dqn_atari_impalacnn.py]
 
-With ``--against``, two scripts run in turns, so that a machine that slows down slows both. Flags of the scripts, such
-as ``--no-bf16``, are passed on. Speeds are measured between two logged points, after compilation.
+With ``--against``, two scripts run in turns, so that a machine that slows down slows both. With ``--busy 2``, two other
+processes compute beside them. Flags of the scripts, such as ``--no-bf16``, are passed on. Speeds are measured between
+two logged points, after compilation.
 """
 
 import os
@@ -12,6 +13,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +31,7 @@ from cleanrl_utils.errors import UserError, one_line_errors  # noqa: E402
 STEMS = {"torch": "qdagger_dqn_atari_impalacnn", "jax": "qdagger_dqn_atari_jax_impalacnn"}
 PHASES = ("teacher data, steps/s", "offline, updates/s", "online, steps/s")
 LEARNING_STARTS = 1000
+BUSY_LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(100_000))"  # until the parent ends
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Args:
     """offline updates in each run, at least 200"""
     online_steps: int = 1600
     """environment steps of the online phase with updates in each run, at least 300"""
+    busy: int = 0
+    """processes that compute beside the scripts, as on a machine that does other work"""
 
 
 def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], str]:
@@ -88,6 +94,16 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
     return speeds, next((line for line in run.stdout.splitlines() if line.startswith("device: ")), "device: unknown")
 
 
+@contextmanager
+def busy_loops(number: int) -> Iterator[None]:
+    """Run ``number`` processes that compute until the block ends, or this process if it is killed."""
+    with ExitStack() as stack:
+        for _ in range(number):
+            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", BUSY_LOOP, str(os.getpid())]))
+            stack.callback(loop.kill)
+        yield
+
+
 def processor() -> str:
     """Return the name of the CPU and the number of cores that this process may use."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -103,8 +119,10 @@ def main(args: Args, flags: list[str]) -> None:
     for script in scripts:
         if not script.is_file():
             raise UserError(f"{script} is no file; give the path of a script")
-    results = [[measure(script.resolve(), args, flags) for script in scripts] for _ in range(args.rounds)]
-    print(f"{processor()}; {results[0][0][1]}; {args.rounds} runs {' '.join(flags)}\n")
+    with busy_loops(args.busy):
+        results = [[measure(script.resolve(), args, flags) for script in scripts] for _ in range(args.rounds)]
+    beside = f"; beside {args.busy} busy processes" if args.busy else ""
+    print(f"{processor()}; {results[0][0][1]}; {args.rounds} runs {' '.join(flags)}{beside}\n")
     print("|", " | ".join(["phase", *map(str, scripts), *["ratio"] * (len(scripts) - 1)]), "|")
     print("|---" * (2 * len(scripts)) + "|")
     for i, phase in enumerate(PHASES):

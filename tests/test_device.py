@@ -213,6 +213,17 @@ def test_throughput(tmp_path: Path) -> None:
     assert all(float(speed) > 0 for _, speed in rows)
 
 
+@pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
+def test_busy_loops_end_with_the_benchmark(end: str) -> None:
+    """They run until the measurement is over, also if it is killed."""
+    code = "from throughput import *\nimport psutil\nwith busy_loops(2):\n"
+    code += f"    print(len(psutil.Process().children()), flush=True)\n    {end}"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmark'}"}
+    # The output ends when the last process that has inherited it ends.
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "2\n", run.stderr
+
+
 def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tightest limit counts: of the affinity, the CPU quotas around the process, or OMP_NUM_THREADS."""
     groups = tmp_path / "groups"
