@@ -2,7 +2,8 @@
 
     python benchmark/ppo_teacher.py --env-id BreakoutNoFrameskip-v4 --out ppo-BreakoutNoFrameskip-v4.zip
 
-SIGTERM saves the model, and the same command continues. stable-baselines3 is in the extra `test`.
+SIGTERM saves the model, and the same command continues. A finished model is saved without the state of the optimizer,
+as a file of 7 MB instead of 20. stable-baselines3 is in the extra `test`.
 """
 
 import signal
@@ -17,6 +18,7 @@ import tyro
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecFrameStack
 
 SAVE_SECONDS = 600.0
@@ -39,7 +41,9 @@ class SaveAndStop(BaseCallback):
 
     def __init__(self, path: Path):
         super().__init__()
-        self.path, self.last_save, self.told_to_stop = path, time.monotonic(), False
+        self.path = path
+        self.last_save = time.monotonic()
+        self.told_to_stop = False
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -61,16 +65,18 @@ class SaveAndStop(BaseCallback):
 def main(args: Args) -> None:
     gym.register_envs(ale_py)
     envs = VecFrameStack(make_atari_env(args.env_id, n_envs=8, seed=args.seed), n_stack=4)
+    schedules = {"learning_rate": LinearSchedule(2.5e-4, 0.0, 1.0), "clip_range": LinearSchedule(0.1, 0.0, 1.0)}
     if args.out.exists():
-        model = PPO.load(args.out, env=envs)
+        model = PPO.load(args.out, env=envs, **schedules)
     else:
         hyperparameters = {"n_steps": 128, "n_epochs": 4, "batch_size": 256, "vf_coef": 0.5, "ent_coef": 0.01}
-        schedules = {"learning_rate": lambda left: 2.5e-4 * left, "clip_range": lambda left: 0.1 * left}
         model = PPO("CnnPolicy", envs, seed=args.seed, verbose=1, **hyperparameters, **schedules)
     callback = SaveAndStop(args.out)
     # `learn` adds the steps that are done already, so that the schedules end at `total_timesteps`.
     steps_left = args.total_timesteps - model.num_timesteps
     model.learn(steps_left, callback, log_interval=20, reset_num_timesteps=False)
+    if model.num_timesteps >= args.total_timesteps:
+        model.policy.optimizer.state.clear()  # two thirds of the file; only training needs it
     callback.save()
     print(f"saved {args.out} after {model.num_timesteps:,} steps")
 
