@@ -1,42 +1,75 @@
-"""Make a table, figures and CSV files from TensorBoard event files: ``python -m cleanrl_utils.report runs``"""
+"""Make a table, a figure and CSV files from TensorBoard event files: ``python -m cleanrl_utils.report runs``"""
 
 import csv
 import functools
+import importlib.util
 import math
 import operator
+import os
 import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
 
-from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
+from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages, user_errors
+from cleanrl_utils.files import atomic_write
 
-TRAINING, EVALUATION, LAMBDA = "charts/episodic_return", "eval/episodic_return", "charts/distill_coeff"
-OFFLINE, TEACHER, RANDOM = (f"charts/{name}/avg_episodic_return" for name in ("offline", "teacher", "random"))
-TAGS = (TRAINING, EVALUATION, LAMBDA, OFFLINE, TEACHER, RANDOM)
-EVENT_FILES, RESULTS, CURVES = "events.out.tfevents*", "results.csv", "curves.npz"
-NUMBERS = ("offline_updates", "online_steps", "offline_return", "offline_episodes", "final_return", "final_episodes")
-NUMBERS += ("final_standard_error", "teacher_return", "random_return", "low_lambda_share")
-COLUMNS = ("game", "backend", "variant", "curve", "exp_name", "seed", *NUMBERS, "measured_by", "run", "command")
+TRAINING = "charts/episodic_return"
+EVALUATION = "eval/episodic_return"
+LAMBDA = "charts/distill_coeff"
+OFFLINE = "charts/offline/avg_episodic_return"
+TEACHER = "charts/teacher/avg_episodic_return"
+RANDOM = "charts/random/avg_episodic_return"
+EVENT_FILES = "events.out.tfevents*"
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
 GRID = 201  # points of a curve
-LOW_LAMBDA = 0.1
-Run = dict[str, Any]  # a row of results.csv, numbers as float; "curves": (2, GRID) float32, training return and λ
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
+LINES = ("-", "--", ":", "-.")
+Points = dict[str, np.ndarray]  # float64 (N, 2), steps and values, by tag
 
 
 @dataclass
 class Args:
     paths: tyro.conf.Positional[list[Path]] = field(default_factory=lambda: [Path("runs")])
-    """run directories, directories that contain some, or directories of earlier reports"""
+    """run directories, or directories that contain some"""
     out: Path = Path("report")
-    """output directory of results.csv, curves.npz, table.md, curves.png and variants.png"""
+    """output directory of results.csv, curves.npz, table.md and curves.png"""
+
+
+@dataclass
+class Run:
+    """A row of results.csv, and the curves of the run. NaN is a value that is not known."""
+
+    game: str
+    exp_name: str
+    seed: int
+    offline_updates: int
+    online_steps: int
+    offline_return: float
+    final_return: float
+    final_episodes: int
+    final_standard_error: float
+    measured_by: str  # the final return: "evaluation", or "training" without one
+    teacher_return: float
+    random_return: float
+    command: str
+    curves: np.ndarray  # float32 (2, GRID), training return and λ, at GRID steps from 0 to online_steps
+
+    @property
+    def key(self) -> str:
+        """The name of the run in curves.npz."""
+        return f"{self.game}/{self.exp_name}/{self.seed}"
+
+
+COLUMNS = [column for column in fields(Run) if column.name != "curves"]  # of results.csv
 
 
 @functools.cache
@@ -45,230 +78,300 @@ def warn(problem: str, consequence: str) -> None:
     print(f"warning: {problem}; {consequence}", file=sys.stderr, flush=True)
 
 
-def read_file(path: Path) -> Iterator[Any]:
-    """Yield the events of a file up to the first damage, with a warning there."""
+def read_events(directory: Path) -> Iterator[Any]:
+    """Yield the events of a run; of a damaged file only those before the damage, with a warning."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
-    size, used, error = 0, 0, None
-    try:
-        size = path.stat().st_size
-        for record in RawEventFileLoader(str(path)).Load():
-            event = Event.FromString(record)
-            used += len(record) + 16  # a record is stored with its length and two checksums
-            yield event
-    except Exception as caught:  # OSError, protobuf's DecodeError, or TensorFlow's own where it is installed
-        error = caught
-    if used < size:
-        problem = f"can't be read ({' '.join(str(error).split())})" if error else "is damaged or still being written"
-        warn(f"{path} {problem}", f"using the first {used:,} of {size:,} bytes")
+    for path in sorted(directory.glob(EVENT_FILES)):  # a name begins with a time; a resumed run has several files
+        if not path.is_file():
+            continue
+        size = 0
+        used = 0
+        problem = "is damaged or still being written"
+        try:
+            size = path.stat().st_size
+            for record in RawEventFileLoader(str(path)).Load():
+                event = Event.FromString(record)
+                used += len(record) + 16  # a record is stored with its length and two checksums
+                yield event
+        except Exception as error:  # OSError, protobuf's DecodeError, or TensorFlow's own where it is installed
+            problem = f"can't be read ({one_line(error)})"
+        if used < size:
+            warn(f"{path} {problem}", f"using the first {used:,} of {size:,} bytes")
 
 
-def read_events(directory: Path) -> Iterator[Any]:
-    """Yield the events of all files of a run, in the order of their first events. A resumed run has several files."""
-    files = [path for path in directory.glob(EVENT_FILES) if path.is_file()]
-    for path in sorted(files, key=lambda path: next((event.wall_time for event in read_file(path)), 0.0)):
-        yield from read_file(path)
+def read_logs(directory: Path) -> tuple[Points, dict[str, str], int]:
+    """Read the points, the flags and the last step of a run. NaN and infinite values are left out."""
+    values: dict[str, list] = {tag: [] for tag in (TRAINING, EVALUATION, LAMBDA, OFFLINE, TEACHER, RANDOM)}
+    flags: dict[str, str] = {}
+    last_step = 0
+    for event in read_events(directory):
+        last_step = max(last_step, event.step)
+        for value in event.summary.value:
+            for text in value.tensor.string_val:  # flags are logged as a Markdown table
+                rows = re.findall(r"^\|(\w+)\|(.*)\|$", text.decode(errors="replace"), re.MULTILINE)
+                flags |= dict(rows)
+            if value.tag not in values:
+                continue
+            if math.isfinite(value.simple_value):
+                values[value.tag].append((event.step, value.simple_value))
+            else:
+                warn(f"{directory} has NaN or infinity in {value.tag}", "these points are left out")
+    points = {tag: np.array(pairs, dtype=float).reshape(-1, 2) for tag, pairs in values.items()}
+    for tag in (TRAINING, LAMBDA, OFFLINE, TEACHER, RANDOM):
+        points[tag] = points[tag][np.argsort(points[tag][:, 0], kind="stable")]
+    return points, flags, last_step
 
 
 def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndarray:
     """Return, for each of ``steps``, the mean of the last ``window`` of ``points`` (N, 2) up to it, else NaN."""
-    count = np.searchsorted(points[:, 0], steps, side="right")
-    first, sums = np.maximum(count - window, 0), np.cumsum([0, *points[:, 1]])
-    return np.where(count == 0, np.nan, (sums[count] - sums[first]) / np.maximum(count - first, 1))
+    last = np.searchsorted(points[:, 0], steps, side="right")
+    first = np.maximum(last - window, 0)
+    sums = np.cumsum([0, *points[:, 1]])
+    means = (sums[last] - sums[first]) / np.maximum(last - first, 1)
+    return np.where(last == 0, np.nan, means)
+
+
+def last_evaluation(points: np.ndarray) -> np.ndarray:
+    """Return the returns of the last evaluation. In each evaluation, the steps count its episodes from 0."""
+    starts = np.flatnonzero(np.diff(points[:, 0]) <= 0) + 1
+    return points[starts[-1] :, 1] if len(starts) else points[:, 1]
+
+
+def last_value(points: np.ndarray) -> float:
+    """Return the last value of a curve; NaN if it has none."""
+    return float(points[-1, 1]) if len(points) else math.nan
+
+
+def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Compute mean and sample standard deviation of the known values; NaN where there are too few."""
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        return float(np.nanmean(values)), float(np.nanstd(values, ddof=1))
 
 
 def read_run(directory: Path) -> Run | None:
-    """Read a run; return None, with a warning, if it cannot be identified or has no returns."""
-    match = re.fullmatch(r"(?P<env_id>.+?)__(?P<exp_name>.+)__(?P<seed>\d+)__\d+", directory.name)
-    logged, lists, last_step = {}, {tag: [] for tag in TAGS}, 0
-    for event in read_events(directory):
-        lines = b"\n".join(line for value in event.summary.value for line in value.tensor.string_val)
-        text = "".join(char for char in lines.decode(errors="replace") if char.isprintable() or char == "\n")
-        logged |= dict(re.findall(r"^\|(\w+)\|(.*)\|$", text, re.MULTILINE))
-        last_step = max(last_step, event.step)
-        for value in event.summary.value:
-            if value.tag in lists and math.isfinite(value.simple_value):
-                lists[value.tag].append((event.step, value.simple_value))
-            elif value.tag in lists:
-                warn(f"{directory} has NaN or infinity in {value.tag}", "these points are left out")
-    if not any(lists.values()):
-        return warn(f"{directory} has no returns", "it is left out")
-    points = {tag: np.array(lists[tag], dtype=float).reshape(-1, 2) for tag in TAGS}
-    for tag in set(TAGS) - {EVALUATION}:  # the steps of EVALUATION are episodes, and start again with each evaluation
-        points[tag] = points[tag][np.argsort(points[tag][:, 0], kind="stable")]
-    flags = {"offline_steps": points[OFFLINE][:, 0].max(initial=0)} | (match.groupdict() if match else {}) | logged
+    """Read a run; return None, with a warning, if it has no valid hyperparameters or no returns."""
+    points, flags, last_step = read_logs(directory)
+    if not any(map(len, points.values())):
+        warn(f"{directory} has no returns", "it is left out")
+        return None
     try:
-        game, exp_name = flags["env_id"].replace("/", "-").removesuffix("NoFrameskip-v4"), flags["exp_name"]
-        seed, offline_updates = (int(np.int64(float(flags[name]))) for name in ("seed", "offline_steps"))
-        total, episodes = (float(flags.get(name, "nan")) for name in ("total_timesteps", "eval_episodes"))
+        game = flags["env_id"].replace("/", "-").removesuffix("NoFrameskip-v4")
+        exp_name = flags["exp_name"]
+        seed = int(np.int64(float(flags["seed"])))
+        offline_updates = int(np.int64(float(flags.get("offline_steps", 0))))
+        total_timesteps = float(flags.get("total_timesteps", "nan"))
     except (KeyError, ValueError, OverflowError) as error:
-        return warn(f"{directory} has no valid hyperparameters or name of a run ({error!r})", "it is left out")
-    steps = max(last_step - offline_updates, 0)
-    steps = total if abs(total - steps) < 200 else steps  # a run logs its last point up to 200 steps before its end
-    grid = offline_updates + np.linspace(0, steps, GRID)  # ``global_step`` counts the offline updates first
-    curves = means_of_last(points[TRAINING], LAST_EPISODES, grid), means_of_last(points[LAMBDA], 1, grid)
-    low = np.diff(points[LAMBDA][:, 0], append=grid[-1])[points[LAMBDA][:, 1] < LOW_LAMBDA].sum() / max(steps, 1)
-    first = np.flatnonzero(np.diff(points[EVALUATION][:, 0]) <= 0) + 1  # episodes with which later evaluations begin
-    evaluated = points[EVALUATION][np.max(first, initial=0) :, 1]
-    returns = evaluated if len(evaluated) else points[TRAINING][-LAST_EPISODES:, 1]
-    final, deviation = mean_and_std(returns)
-    offline, teacher, random = (mean_and_std(points[tag][-1:, 1])[0] for tag in (OFFLINE, TEACHER, RANDOM))
-    numbers = [offline_updates, steps, offline, episodes if len(points[OFFLINE]) else np.nan, final, len(returns)]
-    numbers += [deviation / max(len(returns), 1) ** 0.5, teacher, random, low if (curves[1] > 0).any() else np.nan]
-    return dict(zip(NUMBERS, np.round(numbers, 4).tolist(), strict=True)) | {
-        "run": f"{game}/{exp_name}/{seed}",  # the key in curves.npz
-        "game": game, "exp_name": exp_name, "seed": str(seed), "command": flags.get("command", ""),
-        "backend": "torch" if "cuda" in flags else "jax" if logged else "",
-        "variant": exp_name,  # the label in the table and in variants.png
-        "curve": exp_name,  # the label in curves.png, which leaves out runs without one
-        "measured_by": "evaluation" if len(evaluated) else "training",
-        "curves": np.float32(curves),
-    }  # fmt: skip
+        warn(f"{directory} has no valid hyperparameters ({error!r})", "it is left out")
+        return None
+
+    # ``global_step`` counts the offline updates first. A run logs its last point up to 200 steps before its end.
+    online_steps = max(last_step - offline_updates, 0)
+    if abs(total_timesteps - online_steps) < 200:
+        online_steps = int(total_timesteps)
+    steps = offline_updates + np.linspace(0, online_steps, GRID)
+    training_curve = means_of_last(points[TRAINING], LAST_EPISODES, steps)
+    lambda_curve = means_of_last(points[LAMBDA], 1, steps)
+
+    returns = last_evaluation(points[EVALUATION])
+    measured_by = "evaluation"
+    if len(returns) == 0:
+        returns = points[TRAINING][-LAST_EPISODES:, 1]
+        measured_by = "training"
+    final_return, deviation = mean_and_std(returns)
+    return Run(
+        game=game,
+        exp_name=exp_name,
+        seed=seed,
+        offline_updates=offline_updates,
+        online_steps=online_steps,
+        offline_return=last_value(points[OFFLINE]),
+        final_return=final_return,
+        final_episodes=len(returns),
+        final_standard_error=deviation / math.sqrt(max(len(returns), 1)),
+        measured_by=measured_by,
+        teacher_return=last_value(points[TEACHER]),
+        random_return=last_value(points[RANDOM]),
+        command=flags.get("command", ""),
+        curves=np.float32([training_curve, lambda_curve]),
+    )
 
 
-def read_report(directory: Path) -> list[Run]:
-    """Read the runs of an earlier report; raise a UserError if that is not possible."""
-    with user_errors(f"{directory} has no valid {RESULTS} and {CURVES}", "give a whole report"):
-        lines, curves = (directory / RESULTS).read_text(encoding="utf-8").splitlines(), np.load(directory / CURVES)
-        rows = [{name: row[name] for name in COLUMNS} for row in csv.DictReader(lines)]
-        numbers = [{name: float(row[name] or "nan") for name in NUMBERS} for row in rows]
-        return [row | some | {"curves": curves[row["run"]]} for row, some in zip(rows, numbers, strict=True)]
-
-
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read reports, and the runs at and below ``paths``, with the labels that their variants have in the reports."""
-    runs, directories = {}, set()
-    for path in [path.parent if path.name == RESULTS else path for path in paths]:
-        found = {file.parent.resolve() for file in path.rglob(EVENT_FILES) if file.is_file() and not file.is_symlink()}
-        if (path / RESULTS).is_file():
-            runs |= {run["run"]: run for run in read_report(path)}
-        elif not found:
-            raise UserError(f"no {RESULTS} or event files in {path}; give run directories or one that contains some")
-        directories |= found
-    labels = {(run["game"], run["exp_name"]): (run["variant"], run["curve"]) for run in runs.values()}
-    for directory in sorted(directories):
-        if run := read_run(directory):
-            run["variant"], run["curve"] = labels.get((run["game"], run["exp_name"]), (run["variant"], run["curve"]))
-            if run["run"] in runs:
-                warn(f"{directory} has the game, exp_name and seed of another run", "it replaces that run")
-            runs[run["run"]] = run
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Read the runs at and below ``paths``; of runs with the same game, exp_name and seed only the newest."""
+    directories: set[Path] = set()
+    for path in paths:
+        files = [file for file in path.rglob(EVENT_FILES) if file.is_file() and not file.is_symlink()]
+        if not files:
+            raise UserError(f"no event files in {path}; give run directories or one that contains some")
+        directories |= {file.parent.resolve() for file in files}
+    runs: dict[str, Run] = {}
+    for directory in sorted(directories, key=lambda path: (path.name, path)):  # a name ends with the time of its start
+        run = read_run(directory)
+        if run is None:
+            continue
+        if run.key in runs:
+            warn(f"{directory} has the game, exp_name and seed of another run", "it replaces that run")
+        runs[run.key] = run
     if not runs:
         raise UserError(f"no run to report in {', '.join(map(str, paths))}; give runs that have logged returns")
-    return [runs[key] for key in sorted(runs)]
+    return in_order(runs.values())
+
+
+def in_order(runs: Iterable[Run]) -> list[Run]:
+    """Sort runs by game, exp_name and seed."""
+    return sorted(runs, key=operator.attrgetter("game", "exp_name", "seed"))
 
 
 def grouped(runs: Iterable[Run], *columns: str) -> dict[Any, list[Run]]:
     """Group runs by a column, or by a tuple of columns, in the order of their first runs."""
     groups = defaultdict(list)
     for run in runs:
-        groups[operator.itemgetter(*columns)(run)].append(run)
+        groups[operator.attrgetter(*columns)(run)].append(run)
     return groups
 
 
-def mean_and_std(values: Sequence) -> tuple[np.ndarray, np.ndarray]:
-    """Compute mean and sample standard deviation of (seeds, …) over seeds, without NaN; NaN with too few values."""
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-        return np.nanmean(values, axis=0), np.nanstd(values, axis=0, ddof=1)
+def spread(values: Sequence[float] | np.ndarray) -> str:
+    """Format mean ± sample standard deviation, without the latter for one value; "" where no value is known."""
+    mean, std = mean_and_std(values)
+    if math.isnan(mean):
+        return ""
+    return f"{mean:,.1f}" if math.isnan(std) else f"{mean:,.1f} ± {std:,.1f}"
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Format a Markdown table with a row per game and variant: mean ± sample standard deviation over seeds."""
-    header = "game | variant | seeds | return | measured by | after the offline phase | teacher | random policy"
-    lines = [f"{header} | steps with λ < {LOW_LAMBDA}", " | ".join(["---"] * 9)]
-    for (game, variant), group in grouped(runs, "game", "variant").items():
-        columns = ("final_return", "offline_return", "teacher_return", "random_return")
-        results = [mean_and_std([run[column] for run in group]) for column in columns]
-        final, *others = (f"{m:,.1f} ± {s:,.1f}".replace(" ± nan", "").replace("nan", "") for m, s in results)
-        measured = " or ".join({f"{run['final_episodes']:.0f} {run['measured_by']} episodes": 0 for run in group})
-        share = f"{100 * mean_and_std([run['low_lambda_share'] for run in group])[0]:.0f} %".replace("nan %", "")
-        lines.append(" | ".join([game, variant, str(len(group)), final, measured, *others, share]))
+def table(runs: Iterable[Run]) -> str:
+    """Format a Markdown table with a row per game and exp_name: mean ± sample standard deviation over seeds."""
+    head = "game | exp_name | seeds | return | measured by | after the offline phase | teacher | random policy"
+    lines = [head, " | ".join(["---"] * 8)]
+    for (game, exp_name), group in grouped(runs, "game", "exp_name").items():
+        measured_by = {f"{run.final_episodes} {run.measured_by} episodes": run for run in group}
+        final = spread([run.final_return for run in group])
+        offline = spread([run.offline_return for run in group])
+        teacher = spread([run.teacher_return for run in group])
+        random = spread([run.random_return for run in group])
+        cells = [game, exp_name, str(len(group)), final, " or ".join(measured_by), offline, teacher, random]
+        lines.append(" | ".join(cells))
     return "".join(f"| {line} |\n" for line in lines)
 
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
+def draw_evaluations(axis: Any, runs: Sequence[Run], styles: dict[str, dict[str, str]]) -> None:
+    """Draw the evaluations of runs of one game as dots, and the mean returns of teacher and random policy as lines."""
+    for run in runs:
+        color = styles[run.exp_name]["color"]
+        axis.plot(0, run.offline_return, "D", color=color, markersize=4, clip_on=False)
+        if run.measured_by == "evaluation":
+            axis.plot(run.online_steps, run.final_return, "o", color=color, clip_on=False)
+    teacher, _ = mean_and_std([run.teacher_return for run in runs])
+    random, _ = mean_and_std([run.random_return for run in runs])
+    for level, label, line in ((teacher, "teacher", "--"), (random, "random policy", ":")):
+        if not math.isnan(level):
+            axis.axhline(level, color="black", linestyle=line, linewidth=1, label=label)
+    if not all(math.isnan(run.offline_return) for run in runs):
+        axis.plot([], "D", color="gray", markersize=4, label="offline evaluation")
+    if any(run.measured_by == "evaluation" for run in runs):
+        axis.plot([], "o", color="gray", label="final evaluation")
 
 
 def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
-    """Draw a panel per game: training returns over online steps, a line per run, final evaluations, and λ below."""
-    games, labels = grouped(runs, "game"), [*grouped(runs, "curve")]
-    height_ratios = [3, 1][: 1 + any((run["curves"][1] > 0).any() for run in runs)]
-    panels = figure.subplots(len(height_ratios), len(games), squeeze=False, sharex="col", height_ratios=height_ratios).T
-    for panel, (game, group) in zip(panels, games.items(), strict=True):
+    """Draw a column per game: the returns of its runs over online steps, and λ below if a run has it."""
+    exp_names = grouped(runs, "exp_name")
+    styles = {name: {"color": COLORS[i % 6], "linestyle": LINES[i // 6 % 4]} for i, name in enumerate(exp_names)}
+    games = grouped(runs, "game")
+    heights = [3, 1] if any((run.curves[1] > 0).any() for run in runs) else [1]
+    axes = figure.subplots(len(heights), len(games), squeeze=False, sharex="col", height_ratios=heights)
+    for column, (game, group) in zip(axes.T, games.items(), strict=True):
+        column[0].set_title(game)
         for run in group:
-            i = labels.index(run["curve"])
-            color, line = COLORS[i % 6], ("-", "--", ":", "-.")[i // 6 % 4]
-            for axis, values in zip(panel, run["curves"], strict=False):
-                if axis is panel[0] or (values > 0).any():
-                    axis.plot(np.linspace(0, run["online_steps"], GRID), values, line, color=color, label=run["curve"])
-            if run["measured_by"] == "evaluation":
-                panel[0].plot(run["online_steps"], run["final_return"], "o", color=color, clip_on=False)
-        for name, style in (("teacher", "--"), ("random policy", ":")):
-            if not np.isnan(level := mean_and_std([run[f"{name.split()[0]}_return"] for run in group])[0]):
-                panel[0].axhline(level, color="black", linestyle=style, linewidth=1, label=name)
-        if any(run["measured_by"] == "evaluation" for run in group):
-            panel[0].plot([], "o", color="gray", label="final evaluation")
-        panel[0].set_title(game)
-        panel[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
-    for axis, label in zip(panels[0], ("return, mean of\nten episodes", "weight λ"), strict=False):
+            for axis, curve in zip(column, run.curves, strict=False):
+                axis.plot(np.linspace(0, run.online_steps, GRID), curve, **styles[run.exp_name], label=run.exp_name)
+        draw_evaluations(column[0], group, styles)
+        column[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
+    for axis, label in zip(axes[:, 0], ("return, mean of\nten episodes", "weight λ"), strict=False):
         axis.set_ylabel(label)
-    entries = {k: line for axis in figure.axes for line, k in zip(*axis.get_legend_handles_labels(), strict=True)}
-    width = max(5, 2.3 * len(games))
-    ncols = int(np.clip(width / (0.6 + 0.09 * max(map(len, entries))), 1, 3))
-    figure.set_size_inches(width, 4.2 + 0.22 * len(entries) / ncols)
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=ncols, frameon=False)
+    for axis in axes[1:].flat:
+        axis.set_ylim(bottom=-0.05)
     figure.supxlabel("environment steps, in thousands", fontsize="medium")
 
-
-def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
-    """Draw a dot per run: its return from random policy (0) to teacher (1), in a row per variant, sorted by means."""
-    dots: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
-    for (variant, game), group in grouped(runs, "variant", "game").items():
-        final, teacher, random = ([run[f"{x}_return"] for run in group] for x in ("final", "teacher", "random"))
-        dots[variant][game] = (final - np.mean(random)) / (np.mean(teacher) - np.mean(random))
-    variants = sorted(dots, key=lambda variant: np.mean(np.concatenate([*dots[variant].values()])))
-    figure.set_size_inches(7, 1.5 + 0.3 * len(variants))
-    axis = figure.subplots()
-    for i, game in enumerate(games := [*grouped(runs, "game")]):
-        y = 0.6 * (i + 0.5) / len(games) - 0.3
-        points = [(x, row + y) for row, variant in enumerate(variants) for x in dots[variant].get(game, [])]
-        axis.plot(*np.transpose(points), "osD^v*"[i % 6], color=COLORS[i % 6], alpha=0.7, label=game)
-    axis.set_yticks(range(len(variants)), variants)
-    axis.set_ylim(-0.6, len(variants) - 0.4)
-    axis.secondary_xaxis("top").set_xticks([0, 1], ["random policy", "teacher"])
-    axis.grid(alpha=0.5)
-    axis.plot([[0, 1]] * 2, axis.get_ylim(), "k", linewidth=1)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    figure.supxlabel("return at the end, a dot per seed: 0 = random policy, 1 = teacher", fontsize="medium")
+    entries: dict[str, Any] = {}  # a label of several games once
+    for axis in figure.axes:
+        lines, labels = axis.get_legend_handles_labels()
+        entries |= dict(zip(labels, lines, strict=True))
+    width = max(5, 2.3 * len(games))
+    columns = int(np.clip(width / (0.6 + 0.09 * max(map(len, entries))), 1, 3))
+    figure.set_size_inches(width, 4.2 + 0.22 * len(entries) / columns)
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
-def write_report(runs: Sequence[Run], out: Path) -> str:
-    """Write the files of the report to ``out``, and return the table. The same runs give the same bytes."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+def import_matplotlib() -> None:
+    """Import matplotlib, also where MPLBACKEND names a backend that is not installed, as in a shell in Jupyter."""
+    if "matplotlib" in sys.modules:
+        return
+    backend = os.environ.pop("MPLBACKEND", "")
+    with user_errors("matplotlib can't be imported", "check MATPLOTLIBRC and MPLCONFIGDIR"):
+        require_packages("the report", "matplotlib")
+    if backend:  # a notebook that imports this module draws its own figures with it
+        os.environ["MPLBACKEND"] = backend
+        with suppress(ValueError):
+            sys.modules["matplotlib"].rcParams["backend"] = backend
 
+
+def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
+    """Draw a figure with matplotlib's defaults, and write it as PNG. Its description is the table of the runs."""
+    import_matplotlib()
+    from matplotlib import rc_context, rcdefaults, rcParams
+    from matplotlib.figure import Figure  # pyplot would start the user's backend
+
+    with rc_context(), atomic_write(path) as file:
+        rcdefaults()
+        rcParams.update({"font.size": 12, "text.parse_math": False})
+        figure = Figure(layout="constrained")
+        draw(figure, runs)
+        figure.savefig(file, format="png", dpi=200, metadata={"Description": table(runs)})
+
+
+def draw_run(run_dir: Path) -> Path | None:
+    """Draw the curves of a run as ``curves.png`` in its directory, and return the path.
+
+    Return None if there is nothing to draw, or matplotlib is not installed. A failure is only a warning, because the
+    figure comes at the end of a run.
+    """
+    path = run_dir / "curves.png"
+    try:
+        if importlib.util.find_spec("matplotlib") is None:
+            return None
+        run = read_run(run_dir)
+        if run is None or run.online_steps == 0:
+            return None
+        save_figure(path, draw_curves, [run])
+    except Exception as error:
+        warn(f"{path} can't be drawn ({one_line(error)})", "the run is complete without it")
+        return None
+    return path
+
+
+def write_data(runs: Sequence[Run], out: Path) -> None:
+    """Write results.csv and curves.npz. The same runs give the same bytes."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / RESULTS).open("w", encoding="utf-8", newline="") as file:
-        rows = [[f"{run[c]:.15g}".replace("nan", "") if c in NUMBERS else run[c] for c in COLUMNS] for run in runs]
-        csv.writer(file, lineterminator="\n").writerows([COLUMNS, *rows])
-    np.savez_compressed(out / CURVES, **{run["run"]: run["curves"] for run in runs})
-    (out / "table.md").write_text(table(runs), encoding="utf-8")
-    curves = [run for run in runs if run["curve"] and run["online_steps"]]
-    variants = [run for run in runs if run["teacher_return"] > run["random_return"] and run["final_episodes"]]
-    with rc_context({"font.size": 12, "text.parse_math": False}):
-        for name, draw, shown in (("curves.png", draw_curves, curves), ("variants.png", draw_variants, variants)):
-            (out / name).unlink(missing_ok=True)  # of an earlier report
-            if shown:
-                draw(figure := Figure(layout="constrained"), shown)
-                figure.savefig(out / name, dpi=200, metadata={"Description": table(runs)})
-    return table(runs)
+    with (out / "results.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(column.name for column in COLUMNS)
+        for run in runs:
+            cells = [getattr(run, column.name) for column in COLUMNS]
+            writer.writerow(round(cell, 4) if isinstance(cell, float) else cell for cell in cells)
+    np.savez_compressed(out / "curves.npz", **{run.key: run.curves for run in runs})
 
 
 def main(args: Args) -> None:
-    require_packages("python -m cleanrl_utils.report", "matplotlib", "tensorboard")
+    import_matplotlib()
+    runs = read_runs(args.paths)
     with user_errors(f"can't write to {args.out}", "give another directory", OSError):
-        text = write_report(read_runs(args.paths), args.out)
-    print(f"{text}\nthe report is in {args.out}", flush=True)
+        write_data(runs, args.out)
+        (args.out / "table.md").write_text(table(runs), encoding="utf-8")
+        (args.out / "curves.png").unlink(missing_ok=True)  # of an earlier report
+        if trained := [run for run in runs if run.online_steps > 0]:
+            save_figure(args.out / "curves.png", draw_curves, trained)
+    print(f"{table(runs)}\nthe report is in {args.out}", flush=True)
 
 
 if __name__ == "__main__":

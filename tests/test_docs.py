@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
+from benchmark import publish
 from cleanrl_utils import report
 from cleanrl_utils.checkpoint import MAY_CHANGE
 
@@ -161,56 +163,79 @@ def test_every_module_is_in_the_table_of_files() -> None:
         assert (ROOT / name).is_file(), name
 
 
+def test_the_command_of_the_demo_is_in_the_readme() -> None:
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    demo = re.search(r"^DEMO := (.*)", makefile, re.MULTILINE)[1]
+    teacher = re.search(r"^TEACHER := (.*)", makefile, re.MULTILINE)[1]
+    flags = shlex.split(demo.replace("$(TEACHER)", teacher))
+    assert any(sorted(words[2:]) == sorted(flags) for words in commands(README))
+
+
 def test_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= 700  # as `wc -w` counts
+    assert len(README.read_text().split()) <= 800  # as `wc -w` counts
 
 
 def test_results_are_those_of_the_csv() -> None:
     """The tables, the numbers of the findings and the figures come from benchmark/results.csv."""
-    runs, games = report.read_report(ROOT / "benchmark"), ["BeamRider", "Breakout", "Pong"]
-    groups, way, base = report.grouped(runs, "game", "variant"), {}, "QDagger (50,000 steps)"
-    for game, steps in zip(games, (150, 100, 100), strict=True):
-        groups[game, "longer"] = groups[game, f"{steps},000 steps, final lr 1e-5"]
+    runs = publish.labelled(publish.read_results())
+    games = ["BeamRider", "Breakout", "Pong"]
+    groups = report.grouped(runs, "game", "exp_name")
+    base = publish.QDAGGER
+    scratch = publish.FROM_SCRATCH
+    for game in games:
+        groups[game, "longer"] = groups[game, publish.LONGER[game]]
 
     def column(game: str, variant: str, name: str = "final_return") -> np.ndarray:
-        return np.array([run[name] for run in groups[game, variant]])
+        return np.array([getattr(run, name) for run in groups[game, variant]])
 
     def spread(*of_column: str) -> str:
-        return "{:,.1f} ± {:,.1f}".format(*report.mean_and_std(column(*of_column)))
+        return report.spread(column(*of_column))
 
     special = {"teacher": (base, "teacher_return"), "after the offline phase": ("longer", "offline_return")}
     table = {name: cells for name, *cells in rows(section(DOCS / "results.md", "Variants"))}
     assert table == {name: [spread(game, *special.get(name, [name])) for game in games] for name in table}
-    of_readme = [table[name] for name in (base, "longer", "from scratch, no teacher", "teacher")]
+    of_readme = [table[name] for name in ("teacher", scratch, base, "longer")]
     assert rows(section(README, "Results")) == [list(row) for row in zip(games, *of_readme, strict=True)]
 
-    for key in groups:  # percent of the way from the random policy to the teacher
-        teacher, random = (column(*key, f"{name}_return").mean() for name in ("teacher", "random"))
-        way[key] = 100 * (column(*key) - random) / (teacher - random)
-    without, scratch = (np.concatenate([way[x] for x in way if x[1].startswith(y)]) for y in ("no dist", "from"))
+    way = {key: 100 * publish.normalised_returns(group) for key, group in groups.items()}
+    without_loss = np.concatenate([way[key] for key in way if key[1].startswith("no dist")])
+    from_scratch = np.concatenate([way[key] for key in way if key[1] == scratch])
     pong = [key for key in groups if key[0] == "Pong" and not key[1].startswith(("no dist", "from"))]
     means, ranges = ([f(column(*key)) for key in pong] for f in (np.mean, np.ptp))
-    long = "Breakout", "1,000,000 steps, ended early"
+    long = "Breakout", publish.LONGEST
     numbers = [
         *(f"{column(game, 'longer').min():,.1f} in {game}" for game in games),
         *(f"{column(game, 'longer', 'final_standard_error').max():.1f} in {game}" for game in games[:2]),
-        f"best of {len(without)} runs without it got {max(without):.0f} %",
-        f"best of {len(scratch)} runs from scratch {max(scratch):.0f} %",
+        f"best of {len(without_loss)} runs without it got {max(without_loss):.0f} %",
+        f"best of {len(from_scratch)} runs from scratch {max(from_scratch):.0f} %",
         f"at least {int(min(way[key].min() for key in pong))} %",
         f"between {min(means):.1f} and {max(means):.1f}. Seeds of one variant differ by up to {max(ranges):.1f},",
         *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
         *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}." for x in ("", ", final lr 1e-5")),
         *(spread("Breakout", "PPO as teacher", name) for name in ("teacher_return", "final_return")),
         f"JAX script ended at {column('Breakout', 'PPO as teacher, JAX')[0]:.1f}",
-        *map("{:.1f} ± {:.1f}".format, column(*long), column(*long, "final_standard_error")),
+        *map("{:.1f} (standard error {:.1f})".format, column(*long), column(*long, "final_standard_error")),
         "{:.1f} and {:.1f} over 30".format(*column(*long, "teacher_return")),
     ]
     findings = section(DOCS / "results.md", "Findings")
     assert all(number in findings for number in numbers), [x for x in numbers if x not in findings]
     assert not re.search(r"\d\.\d| %", re.sub("|".join(map(re.escape, numbers)), "", findings))  # other numbers
-    figures = [Image.open(DOCS / f"assets/{name}.png").text["Description"] for name in ("results", "variants", "long")]
-    tables = [report.table(some) for some in (runs, runs, groups[long])]
-    assert figures == tables, "copy the report's figures to docs/assets"
+    for name, (_, shown) in publish.figures(runs).items():
+        drawn = Image.open(DOCS / f"assets/{name}.png").text["Description"]
+        assert drawn == report.table(shown), f"{name}.png is outdated; run benchmark/publish.py"
+
+
+def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
+    """Each variant has a label, and the figure of variants has the normalised returns of all runs."""
+    runs = publish.read_results()
+    report.write_data(runs, tmp_path)
+    assert (tmp_path / "results.csv").read_bytes() == (publish.BENCHMARK / "results.csv").read_bytes()
+    assert publish.LABELS.keys() == {run.exp_name for run in runs}
+    figure = Figure()
+    publish.draw_variants(figure, publish.labelled(runs))
+    dots = np.concatenate([line.get_xdata() for line in figure.axes[0].get_lines()])
+    expected = [publish.normalised_returns(group) for group in report.grouped(runs, "game", "exp_name").values()]
+    np.testing.assert_allclose(sorted(dots), sorted(np.concatenate(expected)))
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

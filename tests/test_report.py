@@ -3,19 +3,24 @@
 import itertools
 import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from PIL import Image
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from cleanrl_utils import report
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, RANDOM, TEACHER, TRAINING, read_runs, write_report
+from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, RANDOM, TEACHER, TRAINING, draw_run, read_runs
 from cleanrl_utils.tracking import Writer
 
 PONG = "PongNoFrameskip-v4"
@@ -72,26 +77,27 @@ def test_runs_of_other_scripts_are_read(tmp_path: Path) -> None:
         writer.add_scalar(tag, value, step)
     writer.close()
     (run,) = read_runs([tmp_path])
-    assert (run["run"], run["variant"], run["backend"], run["command"]) == ("ALE-Pong-v5/a__b/3", "a__b", "jax", "")
-    assert (run["offline_updates"], run["offline_episodes"], run["online_steps"]) == (1000, 7, 800)
-    assert (run["teacher_return"], run["offline_return"], run["final_return"]) == (19.5, 12.25, -0.75)
+    assert (run.key, run.command) == ("ALE-Pong-v5/a__b/3", "")
+    assert (run.offline_updates, run.online_steps) == (1000, 800)
+    assert (run.teacher_return, run.offline_return, run.final_return) == (19.5, 12.25, -0.75)
 
 
-def test_files_of_a_resumed_run_are_ordered_by_their_first_event(tmp_path: Path) -> None:
+def test_all_files_of_a_resumed_run_are_read(tmp_path: Path) -> None:
     run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0)], EVALUATION: [(0, 1.0), (1, 2.0)]})
     (first,) = run.iterdir()
-    first.rename(run / "events.out.tfevents.9999999999.host")
+    first.rename(run / "events.out.tfevents.1700000000.host")
     write_events(run, {TRAINING: [(2500, 2.0), (1600, 6.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
     (result,) = read_runs([run])
-    assert (*result["curves"][0, [100, 200]], result["final_return"], result["final_standard_error"]) == (3.5, 3, 6, 1)
+    assert (*result.curves[0, [100, 200]], result.final_return, result.final_standard_error) == (3.5, 3, 6, 1)
 
 
-def test_runs_are_identified_by_their_names_and_the_same_seed_counts_once(tmp_path: Path, capsys) -> None:
-    for number in (1, 2):
-        points = {OFFLINE: [(300, 1.0)], EVALUATION: [(0, number)]}
-        path = write_events(tmp_path / f"ALE-Pong-v5__my__script__12__{number}", points)
+def test_the_newest_run_of_a_seed_counts(tmp_path: Path, capsys) -> None:
+    """Also where it is in a directory that is read first."""
+    for number, root in ((1, "b"), (2, "a")):
+        path = write_run(tmp_path / root, 12, {EVALUATION: [(0, number)]})
+        path = path.rename(path.with_name(f"{path.name}{number}"))
     (run,) = read_runs([tmp_path])
-    assert (run["run"], run["offline_updates"], run["final_return"]) == ("ALE-Pong-v5/my__script/12", 300, 2.0)
+    assert run.final_return == 2
     assert f"warning: {path} has " in capsys.readouterr().err
     read_runs([path, path / ".." / path.name])
     assert capsys.readouterr().err == ""  # the same directory given twice is not a second run
@@ -101,6 +107,7 @@ def test_runs_are_identified_by_their_names_and_the_same_seed_counts_once(tmp_pa
 def test_a_damaged_file_is_used_up_to_the_damage(tmp_path: Path, capsys, damage: str) -> None:
     run = write_events(tmp_path / "run", {TRAINING: [(1000 + i, float(i)) for i in range(100)]})
     (path,) = run.iterdir()
+    path = path.rename(run / "events.out.tfevents.1700000000.host")
     if damage == "no event":
         RecordWriter(path.open("ab")).write(b"\xff" * 9)  # with a correct checksum
     else:
@@ -121,7 +128,7 @@ def test_what_is_not_understood_is_left_out(tmp_path: Path, capsys, odd: dict) -
     good = write_run(tmp_path, 1, {TRAINING: [(1500 + i, value) for i, value in enumerate(values)]})
     flags = {"env_id": PONG, "exp_name": "qdagger", "seed": 2} | odd if odd else {}
     run = write_events(tmp_path / "odd", {TRAINING: [(500, 1.0)]}, flags)
-    assert [(run["seed"], run["final_return"]) for run in read_runs([tmp_path])] == [("1", 2.0)]
+    assert [(run.seed, run.final_return) for run in read_runs([tmp_path])] == [(1, 2.0)]
     first = f"warning: {good} has NaN or infinity in {TRAINING}; these points are left out\n"
     assert re.fullmatch(rf"{first}warning: {run} has no valid .*; it is left out\n", capsys.readouterr().err)
 
@@ -129,7 +136,7 @@ def test_what_is_not_understood_is_left_out(tmp_path: Path, capsys, odd: dict) -
 def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Text that is not UTF-8, text that is not valid math, huge sizes, files without a record, a pipe, dead links."""
     text = text_pb("hyperparameters", b"|wandb_entity|\xff|\n|gamma|0.99|")
-    Writer(write_events(tmp_path / f"{PONG}__qdagger__1__1", {TRAINING: [(5, 1.0)]}))._add(text, 0)
+    Writer(write_run(tmp_path, 1, {TRAINING: [(5, 1.0)]}))._add(text, 0)
     second = write_run(tmp_path, 2, {TEACHER: [(0, 1.0)], OFFLINE: [(10, 1.0)]}, script="no, end")
     write_run(tmp_path, 3, {TRAINING: [(2**62, 3e38)] * 2, OFFLINE: [(-5, 1.0)]}, offline_steps="1e18")
     run = write_run(tmp_path, 4, {TRAINING: [(1500, 1.0)]}, script=r"$\frac$")
@@ -144,24 +151,20 @@ def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path, capsys: pytest
     assert "another run" not in capsys.readouterr().err
     lines = [line.split(" | ")[1:3] for line in (tmp_path / "report/table.md").read_text().splitlines()[2:]]
     assert lines == [[r"$\frac$", "1"], ["no, end", "1"], ["qdagger", "2"]]
-    assert ",nan," not in (tmp_path / "report/results.csv").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing"], "no results.csv or event files in missing"),
+        (["missing"], "no event files in missing"),
         (["losses"], "no run to report in losses"),
         (["good", "--out", "file"], "can't write to file"),
-        (["broken/results.csv"], "broken has no valid results.csv and curves.npz: 'backend'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch, capsys, arguments, message) -> None:
     monkeypatch.chdir(tmp_path)
     write_events(Path("good"), {TRAINING: [(1500, 1.0)]}, {"env_id": PONG, "exp_name": "x", "seed": 1})
     write_events(Path("losses"), {"losses/loss": [(1500, 1.0)]})
-    write_report(read_runs([Path("good")]), Path("broken"))
-    Path("broken/results.csv").write_text("game,seed\nPong,1\n")
     Path("file").touch()
     with pytest.raises(SystemExit) as stop, one_line_errors():
         report.main(report.tyro.cli(report.Args, args=arguments))
@@ -182,43 +185,28 @@ def test_the_table_has_the_values_of_the_runs(runs) -> None:
         assert line.startswith(f"| {' | '.join([game, script, '3', final, measured, *others])} |")
 
 
-def test_the_share_of_the_steps_with_low_lambda(tmp_path: Path) -> None:
-    """Each step has the λ logged last; before the first one λ is not low; without distillation there is no share."""
-    rng = np.random.default_rng(0)
-    steps = np.sort(rng.choice(np.arange(1000, 2950), 40, replace=False))
-    values = np.append(rng.choice([0.0, 0.05, 0.1, 0.5, 1.0], len(steps) - 1), 0)
-    for seed, scale in ((1, 1.0), (2, 0.0)):
-        points = {LAMBDA: [(int(x), y * scale) for x, y in zip(steps, values, strict=True)], TRAINING: [(2990, 1.0)]}
-        write_run(tmp_path, seed, points, total_timesteps=2000)
-    distilled, other = read_runs([tmp_path])
-    each_step = np.array([values[steps <= step][-1] if any(steps <= step) else 1.0 for step in range(1000, 3000)])
-    assert distilled["low_lambda_share"] == pytest.approx(np.mean(np.float32(each_step) < 0.1))
-    assert (distilled["online_steps"], np.isnan(other["low_lambda_share"])) == (2000, True)
-    assert f"{100 * distilled['low_lambda_share']:.0f} %" in report.table([distilled, other])
-
-
-def figures_of(runs: list[report.Run], out: Path) -> dict[str, Figure]:
-    """Draw the figures, by file name. Texts have 9 points or more on a page of 690 pixels, at 96 pixels an inch."""
-    figures: dict[str, Figure] = {}
+def figure_of(draw: Callable[[], object]) -> Figure:
+    """Return the figure that ``draw`` saves. Texts have 9 points or more on a page of 690 pixels, at 96 an inch."""
+    figures: list[Figure] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", lambda figure, path, **_: figures.update({path.name: figure}))
-        write_report(runs, out)
-    for figure in figures.values():
-        sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
-        assert min(sizes) * (690 / 96) / figure.get_figwidth() >= 9
-        assert figure.get_facecolor() == (1, 1, 1, 1)
-    return figures
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+        draw()
+    (figure,) = figures
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+    assert min(sizes) * (690 / 96) / figure.get_figwidth() >= 9
+    assert figure.get_facecolor() == (1, 1, 1, 1)
+    return figure
 
 
 def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
     root, written = runs
-    figure = figures_of(read_runs([root]), tmp_path)["curves.png"]
+    figure = figure_of(lambda: report.main(report.Args([root], tmp_path)))
     for game, panel in zip(("Breakout", "Pong"), np.reshape(figure.axes, (2, 2)).T, strict=True):
         assert panel[0].get_title() == game
         keys = [key for key in sorted(written) if key[0] == game]
-        for axis, tag, window, shown in zip(panel, (TRAINING, LAMBDA), (10, 1), (keys, keys[:3]), strict=True):
+        for axis, tag, window in zip(panel, (TRAINING, LAMBDA), (10, 1), strict=True):
             lines = [line for line in axis.get_lines() if line.get_label() in ("qdagger", "scratch")]
-            for line, key in zip(lines, shown, strict=True):
+            for line, key in zip(lines, keys, strict=True):
                 points, (steps, means) = written[key], line.get_data()
                 assert (line.get_label(), steps[-1]) == (key[1], 20000 if EVALUATION in points else 10000)
                 before = [[value for at, value in points[tag] if at - 1000 <= step][-window:] for step in steps]
@@ -226,38 +214,62 @@ def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
         levels = {line.get_label(): set(line.get_ydata()) for line in panel[0].get_lines()}
         assert (levels["teacher"], levels["random policy"]) == ({19.5}, {-20.5})
         dots = [line.get_xydata()[0] for line in panel[0].get_lines() if len(line.get_xydata()) == 1]
-        finals = [written[key][EVALUATION] for key in keys if EVALUATION in written[key]]
-        np.testing.assert_allclose(dots, [(20000, np.mean([y for _, y in final])) for final in finals], atol=1e-4)
+        expected = []
+        for key in keys:
+            expected.append((0, written[key][OFFLINE][-1][1]))
+            if EVALUATION in written[key]:
+                expected.append((20000, np.mean([y for _, y in written[key][EVALUATION]])))
+        np.testing.assert_allclose(dots, expected, atol=1e-4)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["qdagger", "scratch", "teacher", "random policy", "final evaluation"]
+    assert labels == ["qdagger", "scratch", "teacher", "random policy", "offline evaluation", "final evaluation"]
 
 
-def test_a_dot_is_a_normalised_return(runs, tmp_path: Path) -> None:
-    axis = figures_of(read_runs([runs[0]]), tmp_path / "out")["variants.png"].axes[0]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["scratch", "qdagger"]  # the best is on top
-    for line, game in zip(axis.get_lines(), ("Breakout", "Pong"), strict=False):
-        dots = [(run["final_return"] + 20.5) / 40 for run in read_runs([runs[0]]) if run["game"] == game]
-        np.testing.assert_allclose(line.get_xdata(), [*dots[3:], *dots[:3]])
-        assert (line.get_label(), np.round(line.get_ydata()).tolist()) == (game, [0, 0, 0, 1, 1, 1])
-    # DQN has neither a teacher nor λ: no panel is empty.
-    dqn = write_run(tmp_path, 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn", offline_steps=0)
-    ((name, figure),) = figures_of(read_runs([dqn]), tmp_path / "out").items()
-    assert (name, [len(axis.get_lines()) for axis in figure.axes]) == ("curves.png", [1])
+def test_a_report_has_the_same_bytes_again(runs, tmp_path: Path, monkeypatch) -> None:
+    """Also where the user has settings of matplotlib."""
+    for out in ("first", "second"):
+        report.main(report.Args([runs[0]], tmp_path / out))
+        monkeypatch.setitem(matplotlib.rcParams, "lines.linewidth", 5.0)
+    for name in ("curves.npz", "curves.png", "results.csv", "table.md"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
 
 
-def test_a_report_is_read_and_written_again_byte_by_byte(runs, tmp_path: Path, capsys) -> None:
-    """Labels are edited in the CSV file, and new runs get them."""
-    first, second, edited = tmp_path / "first", tmp_path / "second", tmp_path / "first/results.csv"
-    write_report(read_runs([runs[0]]), first)
-    for again in (runs[0], first, edited):
-        write_report(read_runs([again]), second)
-        for name in ("curves.npz", "curves.png", "results.csv", "table.md", "variants.png"):
-            assert (first / name).read_bytes() == (second / name).read_bytes(), (again, name)
-    edited.write_text(edited.read_text().replace("scratch,scratch,", '"no, teacher",,'))
-    new = write_run(tmp_path / "new", 4, random_points(np.random.default_rng(4), 0), script="scratch")
-    curves = figures_of(read_runs([first, new]), second)["curves.png"]
-    assert len(curves.axes[1].get_lines()) == 3 + 2 + 3  # qdagger and its evaluations; teacher, random policy, legend
-    assert "| Pong | no, teacher | 4 |" in (second / "table.md").read_text()
-    labelled = [run for run in read_runs([second]) if run["exp_name"] == "scratch"]
-    assert {(run["curve"], run["command"][:7]) for run in labelled} == {("", "python ")}
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("MPLBACKEND=module://matplotlib_inline.backend_inline", ""),  # of a shell in Jupyter
+        ("MATPLOTLIBRC=latin-1", "error: matplotlib can't be imported: .*; check MATPLOTLIBRC and MPLCONFIGDIR"),
+    ],
+)
+def test_environment_variables_of_other_programs(runs, tmp_path: Path, variable: str, message: str) -> None:
+    (tmp_path / "latin-1").write_bytes(b"# \xe9")
+    (tmp_path / "out").mkdir()
+    command = ["env", variable, sys.executable, "-m", "cleanrl_utils.report", runs[0], "--out", "out"]
+    environment = os.environ | {"PYTHONPATH": str(Path(report.__file__).parents[1])}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, (tmp_path / "out/curves.png").exists()) == ((2, False) if message else (0, True))
+    assert "Traceback" not in result.stderr
+    assert re.search(f"{message}$", result.stderr.strip())
+
+
+def test_a_run_draws_its_curves(runs, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    dqn = write_run(Path("runs"), 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn", offline_steps=0)
+    assert draw_run(dqn) == Path("runs", dqn.name, "curves.png")
+    assert Image.open(dqn / "curves.png").text["Description"] == report.table(read_runs([dqn]))
+    assert len(figure_of(lambda: draw_run(dqn)).axes) == 1  # DQN has no λ
+    run = next(runs[0].glob("Pong*__qdagger__*"))
+    assert [len(axis.get_lines()) for axis in figure_of(lambda: draw_run(run)).axes] == [7, 1]
+    # There is nothing to draw, or no package to draw it.
+    assert draw_run(write_run(Path("runs"), 2, {OFFLINE: [(1000, 1.0)]})) is None
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)
+        assert draw_run(dqn) is None
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_does_not_end_because_of_its_figure(tmp_path: Path, monkeypatch, capsys) -> None:
+    dqn = write_run(tmp_path, 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn")
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write(b"half") and 1 / 0)
+    assert draw_run(dqn) is None
+    assert re.fullmatch(rf"warning: {dqn}/curves.png can't be drawn \(.*\); .*\n", capsys.readouterr().err)
+    assert [path.name[:6] for path in dqn.iterdir()] == ["events"]
