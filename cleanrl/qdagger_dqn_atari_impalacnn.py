@@ -27,6 +27,7 @@ from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import open_model
+from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
 
 UPDATES_PER_CALL = 4  # gradient steps that a GPU runs as one CUDA graph
@@ -44,7 +45,7 @@ class Args:
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: bool = True
-    """if toggled, a GPU runs the updates of a step as one CUDA graph"""
+    """if toggled, a GPU runs the updates and the forward passes of a step as CUDA graphs"""
     compile: bool = False
     """if toggled, the loss is compiled by torch.compile, which takes minutes at the start"""
     bf16: bool = True
@@ -728,6 +729,7 @@ def main(args: Args) -> None:
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.final_returns)
     checkpoint.finish()
+    draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
     print_summary(args, run_dir, progress, distill_coefficient)
 

@@ -28,6 +28,7 @@ from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import open_model, torch_to_flax, write_flax
+from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
@@ -732,6 +733,7 @@ def main(args: Args) -> None:
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.final_returns)
     checkpoint.finish()
+    draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
     print_summary(args, run_dir, progress, distill_coefficient)
 
