@@ -280,6 +280,8 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     games = grouped(runs, "game")
     heights = [3, 1] if any((run.curves[1] > 0).any() for run in runs) else [1]
     axes = figure.subplots(len(heights), len(games), squeeze=False, sharex="col", height_ratios=heights)
+    for axis in axes[1:].flat:
+        axis.update_datalim([(0, 0)])  # the axis of λ includes 0
     for column, (game, group) in zip(axes.T, games.items(), strict=True):
         column[0].set_title(game)
         for run in group:
@@ -289,8 +291,6 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
         column[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
     for axis, label in zip(axes[:, 0], ("return, mean of\nten episodes", "weight λ"), strict=False):
         axis.set_ylabel(label)
-    for axis in axes[1:].flat:
-        axis.set_ylim(bottom=-0.05)
     figure.supxlabel("environment steps, in thousands", fontsize="medium")
 
     entries: dict[str, Any] = {}  # a label of several games once
