@@ -1,5 +1,6 @@
 """Curves as TensorBoard shows them, which keeps one point of a curve per step."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -23,21 +24,18 @@ def test_every_training_episode_is_shown(
     args = tiny(teacher, num_envs=8, offline_steps=0, total_timesteps=400, learning_starts=320, env_id=GAME)
     script.main(twin(args, script))
     run_dir = only(Path("runs").iterdir())
-    for tag in ("charts/episodic_return", "charts/episodic_length"):
-        assert len(shown_by_tensorboard(run_dir, tag)) == 32
-
-
-def shown_by_tensorboard(run_dir: Path, tag: str) -> list[list[float]]:
-    """Return the points (wall time, step, value) of a curve that TensorBoard's server returns."""
     server = program.TensorBoard()
-    server.configure(argv=[None, "--logdir", str(run_dir.parent), "--port", "0", "--bind_all=false"])
+    server.configure(argv=[None, "--logdir", "runs", "--port", "0"])
     url = server.launch()
-    query = urlencode({"run": run_dir.name, "tag": tag})
-    deadline = time.monotonic() + 60
-    points: list[list[float]] = []
-    while not points and time.monotonic() < deadline:
-        try:
-            points = json.load(urlopen(f"{url}data/plugin/scalars/scalars?{query}"))
-        except OSError:  # not loaded yet
-            time.sleep(0.2)
-    return points
+    for tag in ("charts/episodic_return", "charts/episodic_length"):
+        query = urlencode({"run": run_dir.name, "tag": tag})
+        assert len(read_json(f"{url}data/plugin/scalars/scalars?{query}")) == 32
+
+
+def read_json(url: str) -> Any:
+    """Read from a server that may not have loaded its data yet."""
+    for _ in range(300):
+        with contextlib.suppress(OSError):
+            return json.load(urlopen(url))
+        time.sleep(0.2)
+    raise TimeoutError(url)
