@@ -6,7 +6,6 @@
 The same command again skips finished runs and resumes the others. Output and state of each run are in ``logs/``.
 """
 
-import os
 import shlex
 import shutil
 import sys
@@ -18,7 +17,7 @@ from typing import Literal
 import tyro
 
 from cleanrl_utils.errors import UserError, flag, one_line_errors, user_errors
-from cleanrl_utils.jobs import LOGS, Job, run_locally
+from cleanrl_utils.jobs import Job, make_logs, run_locally, search_path
 from cleanrl_utils.slurm import submit
 
 ROW = "{:30}  {:>4}  {:11}  {:17}  {:>8}  {}"
@@ -68,7 +67,7 @@ def make_jobs(args: Args) -> list[Job]:
     script = next((word for word in words if word.endswith(".py")), "")
     if not Path(script).is_file():
         raise UserError(f'--command names no script in {Path.cwd()}; write "python cleanrl/dqn_atari.py"')
-    if not shutil.which(words[0]):
+    if not shutil.which(words[0], path=search_path()):
         raise UserError(f'--command: {words[0]} is not a program; write "python {script}"')
     jobs = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
@@ -81,10 +80,16 @@ def print_table(jobs: list[Job]) -> None:
     """Print the state and progress of each run, and the number of runs in each state."""
     print(ROW.format("environment", "seed", "state", "phase", "return", "run directory"))
     for job in jobs:
-        phase, done, total, episodic_return = map(job.progress.get, ("phase", "done", "total", "return"))
-        phase = f"{phase} {done / total:.0%}" if total else ""
-        episodic_return = "" if episodic_return is None else f"{episodic_return:.1f}"
-        print(ROW.format(job.env_id, job.seed, job.state, phase, episodic_return, str(job.run_dir or "")))
+        phase = ""
+        if job.progress.get("total"):
+            phase = f"{job.progress['phase']} {job.progress['done'] / job.progress['total']:.0%}"
+        episodic_return = ""
+        if job.progress.get("return") is not None:
+            episodic_return = f"{job.progress['return']:.1f}"
+        files = str(job.run_dir or "")
+        if job.state == "failed":
+            files += f" (see {job.failure_log})"
+        print(ROW.format(job.env_id, job.seed, job.state, phase, episodic_return, files))
     print(", ".join(f"{count} {state}" for state, count in Counter(job.state for job in jobs).items()))
 
 
@@ -92,17 +97,17 @@ def main() -> None:
     """Run the command line."""
     with one_line_errors():
         args = tyro.cli(Args, description=__doc__)
-        # `python` is this Python where no environment is active.
-        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         jobs = make_jobs(args)
-        if args.workers < 1 and args.cluster == "local":
+        if args.cluster == "local" and args.workers < 1:
             print("\n".join(shlex.join(job.command) for job in jobs))
             print("these commands were not run; add --workers 1, or more, to run them", file=sys.stderr)
             return
-        LOGS.mkdir(exist_ok=True)
-        for job in jobs:
-            job.read_state()
-        code = run_locally(jobs, args.workers) if args.cluster == "local" else submit(jobs, args)
+        make_logs()
+        if args.cluster == "local":
+            code = run_locally(jobs, args.workers)
+        else:
+            submit(jobs, args)
+            code = int(any(job.state == "failed" for job in jobs))
         print_table(jobs)
         if any(job.state != "finished" for job in jobs):
             print("the same command again skips finished runs and resumes or submits the others")

@@ -15,20 +15,26 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
+
+from cleanrl_utils.errors import user_errors
 
 LOGS = Path("logs")
+NOTE = re.compile(r"^\[benchmark\] \S+ \S+ (.*)$", re.MULTILINE)
+SUBMITTED = "submitted to Slurm as "  # begins a note, which ends with the id of the job
 # Only directories that lie directly in runs/ match. The runner resumes from them and moves them.
 RUN_DIR = re.compile(r"^run directory: (runs/[^./\n][^/\n]*)\n", re.MULTILINE)
-FINISHED = re.compile(r"^\[benchmark\] \S+ \S+ finished", re.MULTILINE)
-SLURM_ID = re.compile(r"^\[benchmark\] \S+ \S+ submitted to Slurm as (\S+)$", re.MULTILINE)
-STOPPED = (124, 129, 130, 138, 140, 143, 152, -1, -2, -10, -12, -15, -24)  # `timeout`, and SIGNALS of checkpoint.py
+STOP_CODES = (124, 129, 130, 138, 140, 143, 152, -1, -2, -10, -12, -15, -24)  # `timeout`, SIGNALS of checkpoint.py
+REMEDY = "make room, allow it, or use another folder"
 STARTABLE = ("interrupted", "pending", "elsewhere")
-LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -47,78 +53,141 @@ class Job:
     run_dir: Path | None = None
     progress: dict = field(default_factory=dict)  # the content of progress.json
     slurm_id: str | None = None
+    submitted: bool = False  # to Slurm, and not started since
     process: subprocess.Popen | None = None
     worker: int = 0
 
     def __post_init__(self) -> None:
         name = f"{self.env_id.replace('/', '-')}__{Path(self.script).stem}__{self.seed}"
-        self.log = LOGS / f"{name}__{hashlib.sha256(shlex.join(self.command).encode()).hexdigest()[:8]}.log"
+        command_hash = hashlib.sha256(os.fsencode(shlex.join(self.command))).hexdigest()[:8]
+        self.log = LOGS / f"{name}__{command_hash}.log"
+        self.failure_log = self.log  # contains the reason where `state` is "failed"
+
+    @contextmanager
+    def open_log(self) -> Iterator[BinaryIO]:
+        """Open the log to append to it; raise a UserError if it can't be written."""
+        with user_errors(f"{self.log} can't be written", REMEDY, OSError), self.log.open("ab") as log:
+            yield log
 
     def note(self, text: str) -> None:
         """Append a note of the runner to the log."""
-        with self.log.open("a", encoding="utf-8") as log:
-            log.write(f"\n[benchmark] {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        with self.open_log() as log:
+            log.write(os.fsencode(f"\n[benchmark] {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"))
+
+    def read_log(self) -> str:
+        """Return the content of the log, which is empty before the first run."""
+        with user_errors(f"{self.log} can't be read", REMEDY, OSError):
+            try:
+                return self.log.read_text(encoding="utf-8", errors="replace")
+            except FileNotFoundError:
+                return ""
 
     def read_state(self) -> None:
-        """Set `run_dir`, `progress`, `slurm_id` and `state` ("finished", "interrupted" or "pending") from the files."""
-        log = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-        self.slurm_id = (SLURM_ID.findall(log) or [None])[-1]
-        names = RUN_DIR.findall(log)
-        self.run_dir = Path(names[-1]) if names and Path(names[-1]).is_dir() else None
+        """Set the other fields from the files, and `state` to "finished", "interrupted" or "pending"."""
+        text = self.read_log()
+        notes = NOTE.findall(text)
+        submissions = [note for note in notes if note.startswith(SUBMITTED)]
+        self.slurm_id = submissions[-1].removeprefix(SUBMITTED) if submissions else None
+        self.submitted = bool(submissions) and notes[-1] == submissions[-1]
+
+        names = RUN_DIR.findall(text)
+        self.run_dir = None
+        if names and os.path.isdir(names[-1]):
+            self.run_dir = Path(names[-1])
         self.progress = {}
         if self.run_dir:
             with suppress(OSError, ValueError, TypeError):
                 self.progress = dict(json.loads((self.run_dir / "progress.json").read_bytes()))
+
+        self.state = "pending"
         # CleanRL's own scripts have no progress.json, only an exit code in the log.
-        finished = self.progress.get("finished") if names else FINISHED.search(log)
-        resumable = self.run_dir and any(self.run_dir.glob("checkpoint/*.state"))
-        self.state = "finished" if finished else "interrupted" if resumable else "pending"
+        has_ended = any(note.startswith("finished") for note in notes)
+        if self.progress.get("finished") or (has_ended and not names):
+            self.state = "finished"
+        elif self.run_dir and any(self.run_dir.glob("checkpoint/*.state")):
+            self.state = "interrupted"
 
     def start(self, cores: Sequence[int] = (), gpus: Sequence[str] = ()) -> None:
-        """Start or resume the run on ``cores`` and ``gpus``, unless it is finished or another process runs it."""
-        with self.log.open("ab") as log:
+        """Start or resume the run on ``cores`` and ``gpus``, unless it is finished or another process runs it.
+
+        Raises:
+            UserError: the log can't be written, or the program can't be started.
+        """
+        with self.open_log() as log:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # Another one if the file system has no locks. The script locks its run as well.
-                if isinstance(error, BlockingIOError):
-                    self.state = "elsewhere"
-                    return
+            except BlockingIOError:
+                self.state = "elsewhere"
+                return
+            except OSError:
+                pass  # The file system has no locks. The script locks its run as well.
             self.read_state()
             if self.state == "finished":
                 return
             command = self.command
-            if self.state == "interrupted":
-                # The script restores its flags, except those of an upload.
-                command = [*command, "--resume", str(self.run_dir)]
-            elif self.run_dir:
-                # The report would count an abandoned directory as a run of its own.
-                shutil.move(self.run_dir, LOGS)
+            name = f"{self.env_id} seed {self.seed}"
+            with user_errors(f"{name} can't be started", "check --command and the folder", OSError):
+                if self.state == "interrupted":
+                    # The script restores its flags, except those of an upload.
+                    command = [*command, "--resume", str(self.run_dir)]
+                elif self.run_dir:
+                    # The report would count an abandoned directory as a run of its own.
+                    shutil.move(self.run_dir, LOGS)
+                # In a new session, Ctrl-C reaches the runner only. The script inherits the lock with its output.
+                self.process = subprocess.Popen(
+                    command,
+                    env=run_environment(gpus),
+                    preexec_fn=lambda: prepare_process(cores),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
             self.note(shlex.join(command))
-            environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-            if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-
-            def prepare() -> None:
-                signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm sends it to the runner and its runs.
-                if sys.platform == "linux":
-                    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # A run stops when its runner is killed.
-                if cores:
-                    os.sched_setaffinity(0, cores)
-
-            # In a new session, Ctrl-C reaches the runner only. The script inherits the lock with its standard output.
-            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
-            self.process = subprocess.Popen(command, env=environment, preexec_fn=prepare, **options)
         self.state = "running"
 
     def finish(self) -> None:
         """Wait for the process to exit and set `state` to "finished", "stopped" or "failed"."""
-        code, self.process = self.process.wait(), None
+        code = self.process.wait()
+        self.process = None
         self.read_state()
         if code == 0 and self.state == "pending":  # a script without checkpoints, such as CleanRL's own
             self.state = "finished"
         elif self.state != "finished":
-            self.state = "stopped" if code in STOPPED else "failed"
-        self.note(f"{self.state}, {f'killed by {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}")
+            self.state = "stopped" if code in STOP_CODES else "failed"
+        ending = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        self.note(f"{self.state}, {ending}")
+
+
+def make_logs() -> None:
+    """Make the directory of the logs; raise a UserError if it can't be written."""
+    with user_errors(f"logs can't be written in {Path.cwd()}", REMEDY, OSError):
+        LOGS.mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=LOGS).close()
+
+
+def prepare_process(cores: Sequence[int]) -> None:
+    """Set up this new process, in which a run starts, for the signals of its runner and for ``cores``."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm sends it to the runner and its runs.
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # A run stops when its runner is killed.
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def search_path() -> str:
+    """Return PATH with the directory of this Python: `python` is this Python, also where no environment is active."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def run_environment(gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of a run on ``gpus``."""
+    environment = dict(os.environ)
+    environment["PATH"] = search_path()
+    environment["PYTHONUNBUFFERED"] = "1"
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environment
 
 
 def share(items: list, worker: int, workers: int) -> list:
@@ -143,14 +212,18 @@ def run_locally(jobs: list[Job], workers: int) -> int:
     Returns:
         Exit code: 0 if all runs are finished, otherwise 128 + the signal's number after a signal, otherwise 1.
     """
-    workers = max(1, min(workers, sum(job.state != "finished" for job in jobs)))
+    for job in jobs:
+        job.read_state()
+    unfinished = [job for job in jobs if job.state != "finished"]
+    workers = max(1, min(workers, len(unfinished)))
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    gpus, free_workers = visible_gpus(), list(range(workers))
+    gpus = visible_gpus()
+    free_workers = list(range(workers))
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: signals.append(number))
     stopping = False
-    while any(job.process for job in jobs) or (not signals and any(job.state in STARTABLE for job in jobs)):
+    while True:
         for job in jobs:
             previous = job.state
             if job.process and job.process.poll() is not None:
@@ -172,6 +245,9 @@ def run_locally(jobs: list[Job], workers: int) -> int:
         if signals.count(signal.SIGINT) > 1:
             for process in processes:
                 os.killpg(process.pid, signal.SIGKILL)
+        may_start = not signals and any(job.state in STARTABLE for job in jobs)
+        if not processes and not may_start:
+            break
         time.sleep(0.2)
     if all(job.state == "finished" for job in jobs):
         return 0

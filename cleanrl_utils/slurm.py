@@ -11,62 +11,114 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cleanrl_utils.errors import UserError
-from cleanrl_utils.jobs import LOGS, Job, run_locally
+from cleanrl_utils.errors import UserError, one_line_errors
+from cleanrl_utils.jobs import LOGS, SUBMITTED, Job, run_locally
+
+# If the runner runs in a job, SLURM_* and SRUN_* describe that job. New jobs would inherit its cores (SLURM_CPU_BIND)
+# or end because of another kind of memory limit (SLURM_MEM_PER_CPU). SQUEUE_* can hide jobs.
+NOT_INHERITED = ("SLURM_", "SRUN_", "SQUEUE_")
+INHERITED = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # how to reach the cluster
+
+
+def run_slurm(command: list[str], remedy: str, script: str | None = None) -> str:
+    """Run a command of Slurm and return its output; raise a UserError with the ``remedy`` if it fails."""
+    environment = {
+        name: value for name, value in os.environ.items() if name in INHERITED or not name.startswith(NOT_INHERITED)
+    }
+    result = subprocess.run(
+        command,
+        input=script,
+        env=environment,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",  # names of files may have other bytes
+    )
+    if result.returncode:
+        raise UserError(f"{command[0]} failed ({' '.join(result.stderr.split())}); {remedy}")
+    return result.stdout
 
 
 def queue() -> dict[str, str]:
     """Return the state of the user's queued and running jobs by their ids; UserError where squeue fails."""
     command = ["squeue", "--noheader", "--array", "--me", "--format=%i %T"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise UserError(f"squeue failed ({' '.join(result.stderr.split())}); try again when Slurm answers")
-    return dict(line.split() for line in result.stdout.splitlines())
+    output = run_slurm(command, "try again when Slurm answers")
+    return dict(line.split() for line in output.splitlines())
 
 
-def submit(jobs: list[Job], args: Any) -> None:
-    """Submit all runs that are neither finished nor queued; set the state of every job."""
-    if not shutil.which("sbatch"):
-        raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
-    # Cancelled jobs may still save a checkpoint. Requeued jobs pass through this state as well.
-    while "COMPLETING" in map((states := queue()).get, (job.slurm_id for job in jobs)):
+def read_states(jobs: list[Job]) -> None:
+    """Set the state of every job from the queue and the files, when Slurm is not completing any of them."""
+    while True:
+        states = queue()
+        # The queue is read first, so that the files of a job that has left it are complete.
+        for job in jobs:
+            job.read_state()
+        # Cancelled jobs may still save a checkpoint. Requeued jobs pass through this state as well.
+        if not any(states.get(job.slurm_id) == "COMPLETING" for job in jobs):
+            break
         print("waiting for jobs that Slurm is completing", flush=True)
         time.sleep(5)
     for job in jobs:
-        if job.state != "finished" and job.slurm_id in states:
+        output = LOGS / f"slurm-{job.slurm_id}.out"
+        if job.state == "finished":
+            continue
+        if job.slurm_id in states:
             job.state = "running" if states[job.slurm_id] == "RUNNING" else "queued"
+        elif job.submitted and output.exists():  # A job that was cancelled in the queue has no output.
+            job.state = "failed"
+            job.failure_log = output
+
+
+def submit(jobs: list[Job], args: Any) -> None:
+    """Set the state of every job, and submit those that are neither finished, queued, running nor failed.
+
+    A job is failed here if it ended before its script started. The next call submits it again.
+    """
+    if not shutil.which("sbatch"):
+        raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
+    read_states(jobs)
+    for job in jobs:
+        if job.state == "failed":
+            job.note(f"failed before the script started, see {job.failure_log}")
     left = [job for job in jobs if job.state in ("pending", "interrupted")]
     if not left:
         return
-    cpus = args.slurm_total_cpus and math.ceil(args.slurm_total_cpus / args.slurm_ntasks)
+    command, script = job_array(left, args)
+    output = run_slurm(command, "change the flags --slurm-* or the variables SBATCH_*", script)
+    array_id = output.strip().partition(";")[0]
+    for i, job in enumerate(left):
+        job.note(f"{SUBMITTED}{array_id}_{i}")
+        job.state = "queued"
+    print(f"{len(left)} submitted")
+
+
+def job_array(jobs: list[Job], args: Any) -> tuple[list[str], str]:
+    """Return the command that submits the jobs as an array, and the script for its standard input."""
+    cpus = math.ceil(args.slurm_total_cpus / args.slurm_ntasks) if args.slurm_total_cpus else None
+    workers = args.workers if args.workers > 0 else len(jobs)
     options = {
-        "job-name": Path(left[0].script).stem,
+        "job-name": Path(jobs[0].script).stem,
         "output": LOGS / "slurm-%A_%a.out",
         "open-mode": "append",
-        "array": f"0-{len(left) - 1}%{args.workers or len(left)}",
+        "array": f"0-{len(jobs) - 1}%{workers}",
         "ntasks": 1,
         "partition": args.slurm_partition,
         "account": args.slurm_account,
         "time": args.slurm_time,
         "signal": f"USR2@{min(300, 15 * args.slurm_time)}",  # the seconds before the time limit
-        "mem": args.slurm_mem_gb and f"{args.slurm_mem_gb}GB",
+        "mem": f"{args.slurm_mem_gb}GB" if args.slurm_mem_gb else None,
         "gpus-per-node": args.slurm_gpus_per_task,
         "cpus-per-task": cpus,
     }
-    command = ["sbatch", "--parsable", "--requeue", *(f"--{name}={value}" for name, value in options.items() if value)]
+    command = ["sbatch", "--parsable", "--requeue"]
+    command += [f"--{name}={value}" for name, value in options.items() if value]
     # Slurm sends its signals to the processes of srun, which does not inherit --cpus-per-task since Slurm 22.05.
     srun = ["srun", f"--cpus-per-task={cpus}"] if cpus else ["srun"]
-    script = "#!/bin/sh\ncase $SLURM_ARRAY_TASK_ID in\n"
-    for i, job in enumerate(left):
+    lines = ["#!/bin/sh", "case $SLURM_ARRAY_TASK_ID in"]
+    for i, job in enumerate(jobs):
         main_command = [sys.executable, "-m", "cleanrl_utils.slurm", job.env_id, str(job.seed), job.script]
-        script += f"{i}) {shlex.join([*srun, *main_command, *job.command])} ;;\n"
-    result = subprocess.run(command, input=f"{script}esac\n", capture_output=True, text=True)
-    if result.returncode:
-        raise UserError(f"Slurm rejects the jobs: {' '.join(result.stderr.split())}")
-    for i, job in enumerate(left):
-        job.note(f"submitted to Slurm as {result.stdout.strip().partition(';')[0]}_{i}")
-        job.state = "queued"
-    print(f"{len(left)} submitted")
+        lines.append(f"{i}) {shlex.join([*srun, *main_command, *job.command])} ;;")
+    lines.append("esac\n")
+    return command, "\n".join(lines)
 
 
 def main(env_id: str, seed: str, script: str, *command: str) -> int:
@@ -80,9 +132,10 @@ def main(env_id: str, seed: str, script: str, *command: str) -> int:
             # A script that cannot resume would start from the beginning after every time limit.
             job.note("failed: no checkpoint was saved within --slurm-time; increase it")
         else:
-            subprocess.run(["scontrol", "requeue", slurm_id], check=True)
+            run_slurm(["scontrol", "requeue", slurm_id], "run the command of the benchmark again")
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    with one_line_errors():
+        sys.exit(main(*sys.argv[1:]))

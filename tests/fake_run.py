@@ -22,7 +22,8 @@ parser.add_argument("--save-seconds", type=float, default=0.0, help="duration of
 parser.add_argument("--resume", type=Path)
 args = parser.parse_args()
 
-done, signals = 0, []
+done = 0
+signals = []
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, frame: signals.append(number))
 run_dir = args.resume or Path("runs", f"{args.env_id.replace('/', '-')}__fake_run__{args.seed}__{time.time_ns()}")
@@ -31,12 +32,13 @@ lock = os.open(run_dir, os.O_RDONLY)
 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises an error where a run is started twice
 if args.resume:
     state = json.loads((run_dir / "checkpoint" / "1.state").read_text())
-    args, done = argparse.Namespace(**state["args"]), state["done"]
+    args = argparse.Namespace(**state["args"])
+    done = state["done"]
     kept = (run_dir / "steps.txt").read_text().splitlines()[:done]
     (run_dir / "steps.txt").write_text("".join(f"{line}\n" for line in kept))
 print(f"resuming {run_dir} at step {done}" if done else f"run directory: {run_dir}", flush=True)
-cores, gpus = sorted(os.sched_getaffinity(0)), os.environ.get("CUDA_VISIBLE_DEVICES")
-print("cores", cores, "gpus", gpus, "python", sys.prefix, flush=True)
+print("cores", sorted(os.sched_getaffinity(0)), "python", sys.prefix)
+print("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 
 
 def write(path: Path, content: dict) -> None:

@@ -21,7 +21,7 @@ import tyro
 from cleanrl_utils.benchmark import Args, main, make_jobs
 from cleanrl_utils.checkpoint import SIGNALS
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.jobs import STOPPED, share, visible_gpus
+from cleanrl_utils.jobs import STOP_CODES, share, visible_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = [sys.executable, "-m", "cleanrl_utils.benchmark"]
@@ -90,6 +90,11 @@ def steps(env_ids: tuple[str, ...] = ("Pong", "Breakout"), seeds: tuple[int, ...
     return [[int(line) for line in path.read_text().split()] for path in Path("runs").glob("*/steps.txt")]
 
 
+def log_of(env_id: str) -> str:
+    """Return the logs of a game."""
+    return "".join(path.read_text() for path in sorted(Path("logs").glob(f"{env_id}__*.log")))
+
+
 @pytest.mark.parametrize("killed", ["run", "runner"])
 def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: str):
     flags = ["--env-ids", "Pong", "Breakout", "--num-seeds", "2", "--workers", "2", "--command", f"{FAKE} --steps 60"]
@@ -124,7 +129,9 @@ def test_a_directory_without_a_checkpoint_is_moved_if_it_lies_in_runs(directory:
 
 def test_stops_and_odd_progress_are_understood():
     """A run that saves after a signal is "stopped", not "failed"; a progress.json of something else is ignored."""
-    assert {code for number in SIGNALS for code in (-number, 128 + number)} | {124} == set(STOPPED)
+    killed = {-number for number in SIGNALS}
+    exited = {128 + number for number in SIGNALS}
+    assert set(STOP_CODES) == killed | exited | {124}
     (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
     for path in ("runs/1", "logs"):
         Path(path).mkdir(parents=True)
@@ -166,6 +173,7 @@ def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
     output = capsys.readouterr().out
     path = re.search(r"^Broken seed 1: failed, see (logs/Broken__fake_run__1__\w+.log)$", output, re.MULTILINE)[1]
     assert "RuntimeError: the emulator broke at step 7\n" in Path(path).read_text()
+    assert re.search(rf"^Broken +1  failed .* \(see {path}\)$", output, re.MULTILINE)
     assert re.search(r"^Pong +1  finished +online 100% +12.3  runs/Pong__fake_run__1__\d+$", output, re.MULTILINE)
     assert "\n1 failed, 1 finished\n" in output
     assert benchmark(*flags) == 1  # It fails again, from its checkpoint.
@@ -239,29 +247,49 @@ def test_invalid_flags_are_one_line(flags: dict, message: str):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("flags", [[], ["--cluster", "slurm"]])
+def test_logs_that_cannot_be_written_are_one_line(capsys: pytest.CaptureFixture, flags: list[str]):
+    fake_slurm()
+    Path("logs").touch()
+    assert benchmark(*PONG, FAKE, *flags) == 2
+    assert capsys.readouterr().err.startswith("error: logs can't be written in /")
+    assert not Path("flags.txt").exists()  # of sbatch
+    Path("logs").unlink()
+    (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
+    job.log.mkdir(parents=True)
+    assert benchmark(*PONG, FAKE, *flags) == 2
+    assert re.fullmatch(r"error: logs/Pong\S+ can't be read: .*\n", capsys.readouterr().err)
+
+
+def test_a_program_that_cannot_be_started_is_one_line(capsys: pytest.CaptureFixture):
+    program("wrapper", "")
+    Path("bin/wrapper").write_text("exec python cleanrl/fake_run.py\n")  # a script without #!
+    assert benchmark(*PONG, "wrapper cleanrl/fake_run.py") == 2
+    assert re.fullmatch(r"error: Pong seed 1 can't be started: .*; check --command.*\n", capsys.readouterr().err)
+
+
 def test_runs_get_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     assert benchmark(*BOTH, FAKE) == 0
-    for worker, (name, gpus) in enumerate((("Pong", "3,5"), ("Breakout", "6,7"))):
-        (log,) = Path("logs").glob(f"{name}__*.log")
+    for worker, name, gpus in ((0, "Pong", "3,5"), (1, "Breakout", "6,7")):
+        log = log_of(name)
         cores = share(sorted(os.sched_getaffinity(0)), worker, 2)
-        assert f"cores {cores} gpus {gpus} python {sys.prefix}\n" in log.read_text()
+        assert f"cores {cores} python {sys.prefix}\n" in log
+        assert f"CUDA_VISIBLE_DEVICES {gpus}\n" in log
 
 
-def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
+def test_gpus_are_found_and_shared():
     program("nvidia-smi", "echo No devices were found 6; exit 6")
-    assert visible_gpus() == []
+    assert visible_gpus() == share([], 0, 2) == []
     program("nvidia-smi", 'test "$*" = --list-gpus && for i in 0 1 2; do echo "GPU $i: A100 (UUID: GPU-4)"; done')
     assert [share(visible_gpus(), worker, 2) for worker in range(2)] == [["0"], ["1", "2"]]
     assert [share(visible_gpus(), worker, 4) for worker in range(4)] == [["0"], ["0"], ["1"], ["2"]]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == share([], 0, 2) == []
 
 
 def fake_slurm(job_id: int = 7) -> None:
     """Put programs in place of Slurm's: sbatch keeps its arguments and script, squeue prints a file, srun runs."""
-    program("sbatch", f'printf "%s\\n" "$@" >flags.txt\ncat >sbatch.sh\necho "{job_id};cluster"')
-    program("squeue", "cat squeue.txt")
+    program("sbatch", f'printf "%s\\n" "$@" >flags.txt\nenv >env.txt\ncat >sbatch.sh\necho "{job_id};cluster"')
+    program("squeue", 'test -z "$SQUEUE_STATES" && cat squeue.txt')
     program("srun", 'echo "$1" >srun.txt\nshift\nexec "$@"')
     Path("squeue.txt").touch()
 
@@ -292,15 +320,44 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     assert "1 queued, 2 running, 1 finished" in capsys.readouterr().out
 
 
+def test_jobs_do_not_inherit_the_job_that_submits_them(monkeypatch: pytest.MonkeyPatch):
+    fake_slurm()
+    kept = {"SLURM_CONF", "SLURM_JWT", "SBATCH_QOS"}
+    for name in (*kept, "SLURM_JOB_ID", "SLURM_CPU_BIND", "SLURM_MEM_PER_CPU", "SRUN_CPUS_PER_TASK", "SQUEUE_STATES"):
+        monkeypatch.setenv(name, "1")
+    assert benchmark(*PONG, FAKE, "--cluster", "slurm") == 0
+    names = {line.partition("=")[0] for line in Path("env.txt").read_text().splitlines()}
+    assert {name for name in names if name.startswith(("SLURM", "SRUN", "SBATCH", "SQUEUE"))} == kept
+
+
+def test_a_job_that_ends_before_its_script_starts_is_failed(capsys: pytest.CaptureFixture):
+    fake_slurm()
+    flags = [*BOTH, FAKE, "--cluster", "slurm"]
+    assert benchmark(*flags) == 0
+    Path("logs/slurm-7_1.out").write_text("srun: fatal: mutually exclusive\n")
+    fake_slurm(8)
+    row = r"^Breakout +1  failed +\(see logs/slurm-7_1.out\)$"
+    assert benchmark(*flags) == 1
+    output = capsys.readouterr().out
+    assert re.search(row, output, re.MULTILINE)
+    assert "1 submitted" in output  # Pong, whose job was cancelled in the queue
+    assert "failed before the script started, see logs/slurm-7_1.out" in log_of("Breakout")
+    Path("squeue.txt").write_text("8_0 PENDING\n")
+    assert benchmark(*flags) == 0
+    output = capsys.readouterr().out
+    assert "1 submitted" in output
+    assert "2 queued" in output
+
+
 def test_slurm_that_fails_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     fake_slurm()
     flags = ["--env-ids", "Pong", "--command", FAKE, "--cluster", "slurm"]
     program("sbatch", "echo 'sbatch: error: invalid\n partition' >&2; exit 1")
     assert benchmark(*flags) == 2
-    assert capsys.readouterr().err == "error: Slurm rejects the jobs: sbatch: error: invalid partition\n"
+    assert capsys.readouterr().err.startswith("error: sbatch failed (sbatch: error: invalid partition); change ")
     program("squeue", "echo 'no connection' >&2; exit 1")
     assert benchmark(*flags) == 2
-    assert "error: squeue failed (no connection)" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: squeue failed (no connection); try again when Slurm answers\n"
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert benchmark(*flags) == 2
     assert "error: --cluster slurm: sbatch was not found" in capsys.readouterr().err

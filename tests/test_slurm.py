@@ -16,16 +16,25 @@ from test_benchmark import steps
 ROOT = Path(__file__).resolve().parent.parent
 HAS_SLURM = shutil.which("sinfo") is not None and subprocess.run(["sinfo"], capture_output=True).returncode == 0
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not HAS_SLURM, reason="no Slurm is running: sinfo fails")]
+CALLER = {  # of a job that the runner is started in
+    "SLURM_JOB_ID": "999",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_CPU_BIND": "quiet,mask_cpu:0x1",
+    "SLURM_CPUS_PER_TASK": "64",
+    "SRUN_CPUS_PER_TASK": "64",
+}
 first_seen: dict[str, float] = {}
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Change to an empty directory with the script; cancel all jobs at the end."""
+    """Change to an empty directory with the script, as in a job; cancel all jobs at the end."""
     (tmp_path / "cleanrl").mkdir()
     shutil.copy(ROOT / "tests" / "fake_run.py", tmp_path / "cleanrl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name, value in CALLER.items():
+        monkeypatch.setenv(name, value)
     yield
     slurm("scancel", "--me")
 
@@ -59,10 +68,16 @@ def eventually(condition: Callable[[], object], seconds: int = 600) -> object:
     raise AssertionError("\n".join([f"the condition was not met in {seconds} seconds: {states()}", *logs]))
 
 
+def benchmark(command: str, *flags: str, env_ids: tuple[str, ...] = ("Pong", "Breakout")) -> str:
+    """Run the benchmark command and return its output."""
+    runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", *env_ids, "--command", command]
+    runner += ["--cluster", "slurm", "--slurm-mem-gb", "1", *flags]
+    return subprocess.run(runner, stdout=subprocess.PIPE, text=True).stdout
+
+
 def submit(command: str, *flags: str, env_ids: tuple[str, ...] = ("Pong", "Breakout")) -> int:
     """Run the benchmark command and return the number of submitted jobs."""
-    runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", *env_ids, "--command", command]
-    output = slurm(*runner, "--cluster", "slurm", "--slurm-mem-gb", "1", *flags)
+    output = benchmark(command, *flags, env_ids=env_ids)
     return sum(map(int, re.findall(r"^(\d+) submitted", output, re.MULTILINE)))
 
 
@@ -72,9 +87,12 @@ def count(text: str) -> int:
 
 def two_scripts() -> list[psutil.Process]:
     """Return the running scripts, if there are two that have had time for a step."""
-    found = [script for script in psutil.process_iter(["cwd", "cmdline"]) if script.info["cwd"] == str(Path.cwd())]
-    found = [script for script in found if script.info["cmdline"][1:2] == ["cleanrl/fake_run.py"]]
-    return found if len(found) == 2 and all(time.time() > script.create_time() + 3 for script in found) else []
+    scripts = []
+    for process in psutil.process_iter(["cwd", "cmdline", "create_time"]):
+        is_script = process.info["cwd"] == str(Path.cwd()) and "cleanrl/fake_run.py" in process.info["cmdline"][1:2]
+        if is_script and time.time() > process.info["create_time"] + 3:
+            scripts.append(process)
+    return scripts if len(scripts) == 2 else []
 
 
 def test_a_time_limit_shorter_than_the_run():
@@ -126,3 +144,17 @@ def test_a_run_that_cannot_save_is_not_requeued():
     eventually(lambda: not states())
     assert count("started") == 1
     assert count("failed: no checkpoint was saved within --slurm-time; increase it") == 1
+
+
+def test_a_job_that_ends_before_its_script_starts_is_named(monkeypatch: pytest.MonkeyPatch):
+    command = "python cleanrl/fake_run.py"
+    with monkeypatch.context() as context:
+        context.setenv("SBATCH_EXPORT", "ALL,SLURM_MEM_PER_CPU=100")
+        assert submit(command, "--num-seeds", "1", env_ids=("Pong",)) == 1
+        eventually(lambda: not states())
+    output = benchmark(command, "--num-seeds", "1", env_ids=("Pong",))
+    log = re.search(r"^Pong +1  failed +\(see (logs/slurm-\S+.out)\)$", output, re.MULTILINE)[1]
+    assert "mutually exclusive" in Path(log).read_text()
+    assert submit(command, "--num-seeds", "1", env_ids=("Pong",)) == 1
+    eventually(lambda: not states())
+    assert steps(("Pong",)) == [list(range(20))]
