@@ -28,13 +28,16 @@ class Args:
     env_ids: list[str]
     """the environment ids"""
     command: str
-    """the command to run for each environment and seed, without --env-id and --seed: "python cleanrl/dqn_atari.py\""""
+    """the command to run for each environment and seed, without --env-id and --seed: "python cleanrl/dqn_atari.py".
+    {env_id} is replaced by the environment id, with a dash for a slash, as in teachers/{env_id}-dqn_atari-seed1"""
     num_seeds: int = 3
     """the number of seeds for each environment"""
     start_seed: int = 1
     """the first seed"""
     workers: int = 0
     """the number of runs at a time, which share CPU cores and GPUs; 0 prints the commands, or starts all on Slurm"""
+    dry_run: bool = False
+    """print the commands of all runs, or with --cluster slurm the jobs that would be submitted, and start nothing"""
     cluster: Literal["local", "slurm"] = "local"
     """where to run"""
     slurm_partition: str | None = None
@@ -72,7 +75,8 @@ def make_jobs(args: Args) -> list[Job]:
     jobs = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
         for env_id in dict.fromkeys(args.env_ids):
-            jobs.append(Job(env_id, seed, script, [*words, "--env-id", env_id, "--seed", str(seed)]))
+            command = [word.replace("{env_id}", env_id.replace("/", "-")) for word in words]
+            jobs.append(Job(env_id, seed, script, [*command, "--env-id", env_id, "--seed", str(seed)]))
     return jobs
 
 
@@ -98,18 +102,21 @@ def main() -> None:
     with one_line_errors():
         args = tyro.cli(Args, description=__doc__)
         jobs = make_jobs(args)
-        if args.cluster == "local" and args.workers < 1:
+        if args.cluster == "local" and (args.dry_run or args.workers < 1):
             print("\n".join(shlex.join(job.command) for job in jobs))
-            print("these commands were not run; add --workers 1, or more, to run them", file=sys.stderr)
+            print("these commands were not run; to run them, give --workers and no --dry-run", file=sys.stderr)
             return
-        make_logs()
+        if not args.dry_run:
+            make_logs()
         if args.cluster == "local":
             code = run_locally(jobs, args.workers)
         else:
             submit(jobs, args)
             code = int(any(job.state == "failed" for job in jobs))
         print_table(jobs)
-        if any(job.state != "finished" for job in jobs):
+        if args.dry_run:
+            print("nothing was submitted; leave out --dry-run to submit", file=sys.stderr)
+        elif any(job.state != "finished" for job in jobs):
             print("the same command again skips finished runs and resumes or submits the others")
         sys.exit(code)
 

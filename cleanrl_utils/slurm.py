@@ -71,18 +71,22 @@ def read_states(jobs: list[Job]) -> None:
 def submit(jobs: list[Job], args: Any) -> None:
     """Set the state of every job, and submit those that are neither finished, queued, running nor failed.
 
-    A job is failed here if it ended before its script started. The next call submits it again.
+    A job is failed here if it ended before its script started. The next call submits it again. With ``args.dry_run``,
+    print the submission instead.
     """
     if not shutil.which("sbatch"):
         raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
     read_states(jobs)
     for job in jobs:
-        if job.state == "failed":
+        if job.state == "failed" and not args.dry_run:
             job.note(f"failed before the script started, see {job.failure_log}")
     left = [job for job in jobs if job.state in ("pending", "interrupted")]
     if not left:
         return
     command, script = job_array(left, args)
+    if args.dry_run:
+        print(f"{shlex.join(command)}\n{script}")
+        return
     output = run_slurm(command, "change the flags --slurm-* or the variables SBATCH_*", script)
     array_id = output.strip().partition(";")[0]
     for i, job in enumerate(left):

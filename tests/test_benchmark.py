@@ -222,11 +222,14 @@ def test_a_command_of_cleanrl_runs_unchanged():
     assert Path("ran.txt").read_text().splitlines() == lines + lines[2:]
 
 
-def test_without_workers_the_commands_are_printed(capsys: pytest.CaptureFixture):
-    for workers in ([], ["--workers", "0"]):
-        assert benchmark("--env_ids", "ALE/Pong-v5", "--command", f"{FAKE} --exp-name 'a b'", *workers) == 0
-        lines = [f"{FAKE} --exp-name 'a b' --env-id ALE/Pong-v5 --seed {seed}" for seed in (1, 2, 3)]
-        assert capsys.readouterr().out.splitlines() == lines
+@pytest.mark.parametrize("flags", [[], ["--workers", "0"], ["--workers", "2", "--dry-run"]])
+def test_a_dry_run_prints_the_commands(capsys: pytest.CaptureFixture, flags: list[str]):
+    command = f"{FAKE} --exp-name 'a b' --teacher teachers/{{env_id}}-dqn_atari-seed1"
+    assert benchmark("--env_ids", "Pong", "ALE/Pong-v5", "--num-seeds", "1", "--command", command, *flags) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{FAKE} --exp-name 'a b' --teacher teachers/Pong-dqn_atari-seed1 --env-id Pong --seed 1",
+        f"{FAKE} --exp-name 'a b' --teacher teachers/ALE-Pong-v5-dqn_atari-seed1 --env-id ALE/Pong-v5 --seed 1",
+    ]
     assert not Path("logs").exists()
 
 
@@ -299,10 +302,17 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     flags = shlex.split(f"""--env-ids Pong Breakout --command '{FAKE} --steps " 20"' --num-seeds 2 --workers 3
         --cluster slurm --slurm-gpus-per-task 1 --slurm-ntasks 2 --slurm-total-cpus 9 --slurm-time 600
         --slurm-mem-gb 32 --slurm-partition a --slurm-account b""")
+    assert benchmark(*flags, "--dry-run") == 0
+    output = capsys.readouterr()
+    assert "4 pending" in output.out
+    assert "nothing was submitted" in output.err
+    assert not Path("logs").exists()
     assert benchmark(*flags) == 0
     assert "4 submitted" in capsys.readouterr().out
     lines = "array=0-3%3 cpus-per-task=5 gpus-per-node=1 mem=32GB time=600 partition=a account=b signal=USR2@300"
     assert {f"--{line}" for line in ("requeue", *lines.split())} <= set(Path("flags.txt").read_text().splitlines())
+    command = shlex.join(["sbatch", *Path("flags.txt").read_text().splitlines()])
+    assert output.out.startswith(f"{command}\n{Path('sbatch.sh').read_text()}\n")  # of the dry run
     slurm_task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     assert subprocess.run(["sh", "sbatch.sh"], env=os.environ | slurm_task).returncode == 0  # as a node does
     assert Path("srun.txt").read_text() == "--cpus-per-task=5\n"
@@ -337,9 +347,10 @@ def test_a_job_that_ends_before_its_script_starts_is_failed(capsys: pytest.Captu
     Path("logs/slurm-7_1.out").write_text("srun: fatal: mutually exclusive\n")
     fake_slurm(8)
     row = r"^Breakout +1  failed +\(see logs/slurm-7_1.out\)$"
-    assert benchmark(*flags) == 1
-    output = capsys.readouterr().out
-    assert re.search(row, output, re.MULTILINE)
+    for dry_run in (["--dry-run"], []):
+        assert benchmark(*flags, *dry_run) == 1
+        output = capsys.readouterr().out
+        assert re.search(row, output, re.MULTILINE)
     assert "1 submitted" in output  # Pong, whose job was cancelled in the queue
     assert "failed before the script started, see logs/slurm-7_1.out" in log_of("Breakout")
     Path("squeue.txt").write_text("8_0 PENDING\n")
