@@ -8,6 +8,7 @@ import ctypes
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -35,6 +36,15 @@ REMEDY = "make room, allow it, or use another folder"
 STARTABLE = ("interrupted", "pending", "elsewhere")
 LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
+NOT_INHERITED = (  # by the runs
+    # Of a W&B sweep or notebook: all runs would be the same run of W&B, or end with the notebook.
+    "WANDB_LAUNCH",
+    "WANDB_RUN_ID",
+    "WANDB_SERVICE",
+    "WANDB_SWEEP_ID",
+    "WANDB_SWEEP_PARAM_PATH",
+    "PYTHONINSPECT",  # changes exit codes
+)
 
 
 @dataclass
@@ -107,7 +117,7 @@ class Job:
         elif self.run_dir and any(self.run_dir.glob("checkpoint/*.state")):
             self.state = "interrupted"
 
-    def start(self, cores: Sequence[int] = (), gpus: Sequence[str] = ()) -> None:
+    def start(self, cores: Sequence[int] = (), gpus: Sequence[str] = (), runs_per_gpu: int = 1) -> None:
         """Start or resume the run on ``cores`` and ``gpus``, unless it is finished or another process runs it.
 
         Raises:
@@ -136,7 +146,7 @@ class Job:
                 # In a new session, Ctrl-C reaches the runner only. The script inherits the lock with its output.
                 self.process = subprocess.Popen(
                     command,
-                    env=run_environment(gpus),
+                    env=run_environment(gpus, runs_per_gpu),
                     preexec_fn=lambda: prepare_process(cores),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -180,30 +190,46 @@ def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def run_environment(gpus: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables of a run on ``gpus``."""
-    environment = dict(os.environ)
+def run_environment(gpus: Sequence[str], runs_per_gpu: int) -> dict[str, str]:
+    """Return the environment variables of a run on ``gpus``, each of which ``runs_per_gpu`` runs share."""
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     environment["PATH"] = search_path()
     environment["PYTHONUNBUFFERED"] = "1"
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    fraction_is_set = "XLA_PYTHON_CLIENT_MEM_FRACTION" in environment or "XLA_CLIENT_MEM_FRACTION" in environment
+    if runs_per_gpu > 1 and not fraction_is_set:
+        # JAX allocates its share at the start. Alone on a GPU, the scripts take 0.92 of the memory.
+        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(920 // runs_per_gpu / 1000)
     return environment
 
 
 def share(items: list, worker: int, workers: int) -> list:
     """Return one worker's part of the CPU cores or GPUs; workers share one item where there are fewer items."""
-    begin, end = (len(items) * i // workers for i in (worker, worker + 1))
-    return items[begin:end] or [items[worker % len(items)]] if items else []
+    begin = len(items) * worker // workers
+    end = len(items) * (worker + 1) // workers
+    return items[begin : max(end, begin + 1)]
 
 
 def visible_gpus() -> list[str]:
-    """Return the NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """Return the NVIDIA GPUs as CUDA_VISIBLE_DEVICES names them, by index or UUID."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [gpu for gpu in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if gpu]
+        gpus = []
+        for name in os.environ["CUDA_VISIBLE_DEVICES"].split(","):
+            if not re.fullmatch(r"\d+|(GPU|MIG)-.+", name.strip()):
+                break  # CUDA ignores an invalid name, such as -1 or NoDevFiles, and all names after it.
+            gpus.append(name.strip())
+        return gpus
     if not shutil.which("nvidia-smi"):
         return []
     output = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True).stdout
     return re.findall(r"^GPU (\d+)", output, re.MULTILINE)
+
+
+def mps_is_running() -> bool:
+    """Return whether NVIDIA's MPS runs, which lets the kernels of several processes run on a GPU at the same time."""
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    return Path(directory, "nvidia-cuda-mps-control.pid").exists()
 
 
 def run_locally(jobs: list[Job], workers: int) -> int:
@@ -218,6 +244,10 @@ def run_locally(jobs: list[Job], workers: int) -> int:
     workers = max(1, min(workers, len(unfinished)))
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     gpus = visible_gpus()
+    runs_per_gpu = math.ceil(workers / len(gpus)) if gpus else 1
+    if runs_per_gpu > 1 and not mps_is_running():
+        mps = "they may be faster with NVIDIA's MPS, started before them: nvidia-cuda-mps-control -d"
+        print(f"{runs_per_gpu} runs share a GPU; {mps}", flush=True)
     free_workers = list(range(workers))
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
@@ -231,7 +261,7 @@ def run_locally(jobs: list[Job], workers: int) -> int:
                 free_workers.append(job.worker)
             elif job.state in STARTABLE and free_workers and not signals:
                 job.worker = min(free_workers)
-                job.start(share(cores, job.worker, workers), share(gpus, job.worker, workers))
+                job.start(share(cores, job.worker, workers), share(gpus, job.worker, workers), runs_per_gpu)
                 if job.process:
                     free_workers.remove(job.worker)
             if job.state != previous:

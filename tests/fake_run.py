@@ -38,7 +38,8 @@ if args.resume:
     (run_dir / "steps.txt").write_text("".join(f"{line}\n" for line in kept))
 print(f"resuming {run_dir} at step {done}" if done else f"run directory: {run_dir}", flush=True)
 print("cores", sorted(os.sched_getaffinity(0)), "python", sys.prefix)
-print("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+for name in ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION", "WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_TAGS"):
+    print(name, os.environ.get(name), flush=True)
 
 
 def write(path: Path, content: dict) -> None:

@@ -279,6 +279,37 @@ def test_runs_get_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
         cores = share(sorted(os.sched_getaffinity(0)), worker, 2)
         assert f"cores {cores} python {sys.prefix}\n" in log
         assert f"CUDA_VISIBLE_DEVICES {gpus}\n" in log
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION None\n" in log
+
+
+def test_runs_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(Path.cwd()))
+    program("nvidia-smi", 'echo "GPU 0: A100 (UUID: GPU-4)"')
+    assert benchmark(*BOTH, FAKE) == 0
+    assert "2 runs share a GPU" in capsys.readouterr().out
+    for name in ("Pong", "Breakout"):
+        assert "CUDA_VISIBLE_DEVICES 0\nXLA_PYTHON_CLIENT_MEM_FRACTION 0.46\n" in log_of(name)
+    Path("nvidia-cuda-mps-control.pid").touch()
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.3")  # JAX refuses both
+    assert benchmark(*BOTH, f"{FAKE} --steps 3") == 0
+    assert "share a GPU" not in capsys.readouterr().out
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION None\n" in log_of("Pong")
+
+
+@pytest.mark.parametrize(
+    ("names", "gpus"),
+    [
+        ("0, 1", ["0", "1"]),
+        ("GPU-8932f937,MIG-GPU-a/1/0", ["GPU-8932f937", "MIG-GPU-a/1/0"]),
+        ("0,-1,1", ["0"]),  # CUDA ignores what follows an invalid name.
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("", []),
+    ],
+)
+def test_cuda_visible_devices_is_read_as_cuda_does(monkeypatch: pytest.MonkeyPatch, names: str, gpus: list[str]):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+    assert visible_gpus() == gpus
 
 
 def test_gpus_are_found_and_shared():
@@ -287,6 +318,18 @@ def test_gpus_are_found_and_shared():
     program("nvidia-smi", 'test "$*" = --list-gpus && for i in 0 1 2; do echo "GPU $i: A100 (UUID: GPU-4)"; done')
     assert [share(visible_gpus(), worker, 2) for worker in range(2)] == [["0"], ["1", "2"]]
     assert [share(visible_gpus(), worker, 4) for worker in range(4)] == [["0"], ["0"], ["1"], ["2"]]
+    assert [share(visible_gpus(), worker, 8)[0] for worker in range(8)] == list("00011122")
+
+
+def test_the_environment_of_another_program_does_not_decide_about_the_runs(monkeypatch: pytest.MonkeyPatch):
+    """With that of a W&B sweep, all runs would be one run of W&B; with PYTHONINSPECT, each would end with code 1."""
+    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "PYTHONINSPECT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WANDB_TAGS", "a")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
+    assert benchmark(*PONG, FAKE) == 0
+    assert "CUDA_VISIBLE_DEVICES NoDevFiles\n" in log_of("Pong")
+    assert "WANDB_RUN_ID None\nWANDB_SWEEP_ID None\nWANDB_TAGS a\n" in log_of("Pong")
 
 
 def fake_slurm(job_id: int = 7) -> None:
