@@ -79,8 +79,8 @@ def test_bfloat16_of_a_cpu(
 ) -> None:
     """Only processors with AVX512-BF16 use it: on ARM it was not tried."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    autocast = device.pick_torch_device(cuda=False, bf16=bf16)[1]
-    assert autocast._enabled == in_hardware
+    found = device.set_up_torch(cuda=False, bf16=bf16)[1]
+    assert found == in_hardware
 
 
 def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
