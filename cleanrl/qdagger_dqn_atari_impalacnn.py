@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
@@ -25,7 +25,7 @@ from cleanrl_utils.device import cuda_graph, download, set_up_torch, upload
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import find_model, upload_model
+from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
 from cleanrl_utils.models import open_model
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
@@ -226,10 +226,13 @@ class TeacherNetwork(nn.Module):
             return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
-def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:
-    """Load a model from a file, a local directory or else a hub repository; see `find_model` and `load_model`."""
-    download = functools.partial(snapshot_download, allow_patterns=["*.cleanrl_model", "*.zip"])
-    return load_model(find_model(repo, exp_name, download), num_actions, temperature)
+def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+    """Load a model from a file, a local directory or else a hub repository; see `load_model`."""
+    path = find_local_model(repo, exp_name)
+    if path is None:
+        with hub_errors(repo):
+            path = Path(hf_hub_download(*find_hub_model(repo, exp_name)))
+    return load_model(path, num_actions, temperature)
 
 
 def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:

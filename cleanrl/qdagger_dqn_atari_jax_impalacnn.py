@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
@@ -25,7 +25,7 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
-from cleanrl_utils.hub import find_model, upload_model
+from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import open_model, torch_to_flax, write_flax
 from cleanrl_utils.report import draw_run
@@ -221,9 +221,12 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
 
 
 def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float, dtype: jnp.dtype) -> Model:
-    """Load a model from a file, a local directory or else a hub repository; see `find_model` and `load_model`."""
-    download = functools.partial(snapshot_download, allow_patterns=["*.cleanrl_model", "*.zip"])
-    return load_model(find_model(repo, exp_name, download), num_actions, temperature, dtype)
+    """Load a model from a file, a local directory or else a hub repository; see `load_model`."""
+    path = find_local_model(repo, exp_name)
+    if path is None:
+        with hub_errors(repo):
+            path = Path(hf_hub_download(*find_hub_model(repo, exp_name)))
+    return load_model(path, num_actions, temperature, dtype)
 
 
 def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32) -> Model:

@@ -1,9 +1,11 @@
 """Find a model on the disk or the Hugging Face Hub; upload a trained model."""
 
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,13 @@ from cleanrl_utils.errors import UserError, one_line, user_errors
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.tracking import VIDEOS, changed_flags, game_flags, script_of
 
-CONTINUE = "check the name, `hf auth login`, or use teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1 (Pong, BeamRider)"
+EMBEDDED = Path(__file__).resolve().parent.parent / "teachers"
+REMEDY = "give another file, directory or hub repository (`hf auth login` for a private one)"
+if EMBEDDED.is_dir():  # it is not installed with the package
+    REMEDY += f"; the embedded teachers are in {str(EMBEDDED)!r}"
+SUFFIXES = (".cleanrl_model", ".zip")  # of models
+# The pages of a repository and of a file in it. Other branches than main are not read.
+HUB_PAGE = r"https?://[^/]+/([^/]+/[^/?#]+)(?:/(?:tree|blob|resolve)/main(?:/([^?#]+))?)?/?(?:[?#].*)?"
 REQUEST_TIMEOUT = 30.0  # seconds without progress
 
 
@@ -28,32 +36,88 @@ def limit_requests() -> None:
     os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")  # six tries; the default is 300 s each
 
 
-def find_model(repo: str, exp_name: str, download: Callable[[str], str]) -> Path:
-    """Return the model in a file, a local directory or a hub repository, which ``download`` copies to a directory.
+def find_local_model(repo: str, exp_name: str) -> Path | None:
+    """Find a model on the disk: ``repo`` is its file or its directory.
 
-    It is ``{exp_name}.cleanrl_model`` or ``{exp_name}.zip``. With a script's default ``exp_name``, it may
-    also be the zip file with the repository's name, or the only model. Any error becomes a UserError.
+    Returns:
+        The file; None if nothing has this path and it may be the name of a hub repository.
+
+    Raises:
+        UserError: nothing has this path and it can't be a hub repository, or the directory has no such model.
     """
-    with user_errors(f"cannot load a model from the file, directory or hub repository {repo!r}", CONTINUE):
-        path = Path(repo).expanduser()
-        if not path.exists():
-            limit_requests()
-            hf.logging.set_verbosity_error()  # the client prints ten lines about its retries
-            try:
-                path = Path(download(repo))
-            except errors.LocalEntryNotFoundError as error:
-                raise (error.__cause__ or error) from None  # the cause is the failed request
-        if path.is_file():
+    path = Path(os.path.expanduser(repo)).absolute()
+    with user_errors(f"no model can be loaded from {str(path)!r}", REMEDY):
+        if path.is_dir():
+            files = [file.name for file in path.iterdir() if file.is_file()]
+            return path / choose_model(files, exp_name, path.name)
+        if path.exists():
             return path
-        models = [file.name for file in path.glob("*") if file.suffix in (".cleanrl_model", ".zip") and file.is_file()]
-        models = sorted(set(models) - {"train_eval_metrics.zip"})  # the logs in a repository of rl-baselines3-zoo
-        names = [exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"]
-        if exp_name in ("dqn_atari", "dqn_atari_jax"):
-            names += [f"{Path(repo).name}.zip", *(models if len(models) == 1 else ())]
-        for name in filter(models.__contains__, names):
-            return path / name
-        has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
-        raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
+        if hub_location(repo) is None:
+            raise FileNotFoundError(f"there is no such file or directory, and {repo!r} can't be a hub repository")
+    return None
+
+
+def find_hub_model(repo: str, exp_name: str) -> tuple[str, str]:
+    """Return the name of a hub repository and of the model in it; without a network, of a cached one."""
+    limit_requests()
+    hf.logging.set_verbosity_error()  # the client prints ten lines about its retries
+    name, file = hub_location(repo)
+    if file:
+        return name, file
+    try:
+        files = hf.HfApi().list_repo_files(name)
+    except Exception as error:  # of the network, its settings, the hub or its offline mode
+        try:
+            files = os.listdir(hf.snapshot_download(name, local_files_only=True, allow_patterns=[]))
+        except errors.LocalEntryNotFoundError:
+            raise error from None
+    return name, choose_model(files, exp_name, name.rpartition("/")[2])
+
+
+@contextmanager
+def hub_errors(repo: str) -> Iterator[None]:
+    """Turn any exception in a ``with`` block that downloads a model into a UserError of one line."""
+    name, _ = hub_location(repo)
+    what = f"no model can be loaded from the hub repository {name!r}"
+    if name == repo:  # otherwise it is the address of a page
+        what = f"there is no file or directory {os.path.abspath(repo)!r}, and {what}"
+    with user_errors(what, REMEDY):
+        try:
+            yield
+        except errors.LocalEntryNotFoundError as error:
+            raise (error.__cause__ or error) from None  # the cause is the failed request
+
+
+def hub_location(repo: str) -> tuple[str, str | None] | None:
+    """Return the repository and, if it is given, the file that a name or an address of the hub stands for."""
+    page = re.fullmatch(HUB_PAGE, repo)
+    name, file = page.groups() if page else (repo, None)
+    try:
+        utils.validate_repo_id(name)
+    except errors.HFValidationError:
+        return None
+    return None if name.endswith(SUFFIXES) else (name, file)
+
+
+def choose_model(files: Iterable[str], exp_name: str, directory: str) -> str:
+    """Choose the model among the files of a directory or repository; FileNotFoundError if there is none.
+
+    It is ``{exp_name}.cleanrl_model`` or ``{exp_name}.zip``. With a script's default ``exp_name``, it may also be the
+    zip file with the directory's name, or the only model.
+    """
+    models = sorted(file for file in files if file.endswith(SUFFIXES) and "/" not in file)
+    if "train_eval_metrics.zip" in models:  # the logs in a repository of rl-baselines3-zoo
+        models.remove("train_eval_metrics.zip")
+    names = [exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"]
+    if exp_name in ("dqn_atari", "dqn_atari_jax"):
+        names.append(f"{directory}.zip")
+        if len(models) == 1:
+            names += models
+    for name in names:
+        if name in models:
+            return name
+    has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
+    raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
 
 
 def repository_name(args: Any) -> str:
