@@ -4,7 +4,6 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 """
 
 import copy
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
-from cleanrl_utils.models import open_model
+from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
 
@@ -226,7 +225,7 @@ class TeacherNetwork(nn.Module):
             return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
-def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:
     """Load a model from a file, a local directory or else a hub repository; see `load_model`."""
     path = find_local_model(repo, exp_name)
     if path is None:
@@ -236,17 +235,33 @@ def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float)
 
 
 def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:
-    """Load a model of any format; return it and the temperature at which it samples actions, 0 if it is greedy.
+    """Load a model of any format.
 
-    The logits of a policy are multiplied by τ, the ``temperature``: softmax(Q/τ) of these Q-values is the policy.
-    Raises a UserError if the model does not fit.
+    Args:
+        path: the file.
+        num_actions: the number of actions of the game.
+        temperature: the factor of a policy's logits: softmax(outputs / temperature) is then the policy.
+
+    Returns:
+        The network, and whether it is a policy, which samples its actions.
+
+    Raises:
+        UserError: the file is not a model of a network in this script.
     """
-    with open_model(path, num_actions) as weights:  # NumPy arrays under the names of PyTorch's layers
-        student, is_policy = "network.0.conv.weight" in weights, "actor.weight" in weights
-        for part in ("weight", "bias") if is_policy else ():
-            weights[f"network.9.{part}"] = temperature * weights.pop(f"actor.{part}")
-        with torch.device("meta"):  # without memory until the shapes in the file are known to fit
-            network = QNetwork(num_actions) if student else TeacherNetwork(num_actions, len(weights.get("atoms", ())))
+    with torch.random.fork_rng(devices=[]):  # random numbers of the caller stay the same
+        network = QNetwork(num_actions)
+    own = network.state_dict()
+    is_policy = False
+    with model_errors(path):
+        weights = read_model(path, "torch", own)
+        if shapes(weights) != shapes(own):
+            is_policy = "actor.weight" in weights
+            if is_policy:
+                weights["network.9.weight"] = temperature * weights.pop("actor.weight")
+                weights["network.9.bias"] = temperature * weights.pop("actor.bias")
+            with torch.device("meta"):  # without memory until the shapes in the file are known to fit
+                network = TeacherNetwork(num_actions, len(weights.get("atoms", ())))
+            check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=network.state_dict())
         network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()}, assign=True)
     return network, is_policy
 
@@ -527,9 +542,9 @@ def main(args: Args) -> None:
     name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
     teacher, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature)
-    teacher.to(device, memory_format=torch.channels_last)
     teacher_temperature = args.temperature if teacher_is_policy else 0.0
-    if bf16:
+    teacher.to(device, memory_format=torch.channels_last)
+    if bf16 and isinstance(teacher, TeacherNetwork):
         teacher.network[:-1].to(torch.bfloat16)  # once, since its weights are frozen
     check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)
 

@@ -27,14 +27,13 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
 from cleanrl_utils.max_pool import max_pool
-from cleanrl_utils.models import open_model, torch_to_flax, write_flax
+from cleanrl_utils.models import check_layers, model_errors, read_model, shapes, write_flax
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
-Model = tuple[nn.Module, Params, bool]  # the network, its variables, and whether it is a policy: see `load_model`
-
+Model = tuple[nn.Module, Params, bool]  # the network, its variables, and whether it is a policy
 
 UPDATES_PER_CALL = 4  # gradient steps that are compiled into one program
 LOG_EVERY = 100  # updates or environment steps
@@ -230,22 +229,37 @@ def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float,
 
 
 def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32) -> Model:
-    """Load a model of any format; return it and the temperature at which it samples actions, 0 if it is greedy.
+    """Load a model of any format.
 
-    The logits of a policy are multiplied by τ, the ``temperature``: softmax(Q/τ) of these Q-values is the policy.
-    Raises a UserError if the model does not fit.
+    Args:
+        path: the file.
+        num_actions: the number of actions of the game.
+        temperature: the factor of a policy's logits: softmax(outputs / temperature) is then the policy.
+        dtype: the dtype of all layers but the last.
+
+    Returns:
+        The network, its variables, and whether it is a policy, which samples its actions.
+
+    Raises:
+        UserError: the file is not a model of a network in this script.
     """
-    with open_model(path, num_actions) as weights:  # NumPy arrays under the names of PyTorch's layers
-        student, is_policy = "network.0.conv.weight" in weights, "actor.weight" in weights
-        for part in ("weight", "bias") if is_policy else ():
-            weights[f"network.9.{part}"] = temperature * weights.pop(f"actor.{part}")
-        atoms = tuple(weights.pop("atoms", ()))
-        network = QNetwork(num_actions, dtype) if student else TeacherNetwork(num_actions, dtype, atoms)
-        params, shapes = torch_to_flax(weights), jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK)
-        found, needed = (flatten_dict(jax.tree.map(np.shape, tree), sep="/") for tree in (params, shapes))
-        if wrong := found.items() ^ needed.items():
-            raise ValueError(f"its layers are not those of {type(network).__name__}: {sorted(wrong)[:2]}")
-    return network, jax.tree.map(jnp.asarray, params), is_policy
+
+    def arrays_of(network: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
+        return flatten_dict(jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK), sep="/")
+
+    network = QNetwork(num_actions, dtype)
+    own = arrays_of(network)
+    is_policy = False
+    with model_errors(path):
+        weights = read_model(path, "flax", own)
+        if shapes(weights) != shapes(own):
+            is_policy = "params/actor/kernel" in weights
+            if is_policy:
+                weights["params/Dense_1/kernel"] = temperature * weights.pop("params/actor/kernel")
+                weights["params/Dense_1/bias"] = temperature * weights.pop("params/actor/bias")
+            network = TeacherNetwork(num_actions, dtype, tuple(weights.pop("atoms", ())))
+            check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=arrays_of(network))
+    return network, jax.tree.map(jnp.asarray, unflatten_dict(weights, sep="/")), is_policy
 
 
 def save_model(params: Params, path: Path) -> None:

@@ -1,11 +1,11 @@
 """Play episodes with a saved model, with CleanRL's flags: ``python -m cleanrl_utils.enjoy --exp-name … --env-id …``"""
 
-import functools
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import tyro
@@ -15,8 +15,8 @@ from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.checks import PACKAGES
 from cleanrl_utils.device import set_up_jax, set_up_torch
 from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
-from cleanrl_utils.evaluation import QFunction, play_episodes
-from cleanrl_utils.hub import repository_name
+from cleanrl_utils.evaluation import play_episodes
+from cleanrl_utils.hub import SUFFIXES, repository_name
 
 SCRIPTS = Path(cleanrl.__file__).parent
 
@@ -49,40 +49,60 @@ class Args:
 
 def import_script(given: Path | None, name: str) -> ModuleType:
     """Import a script that loads the model ``name``: the one given, or the one of that name, or QDagger's."""
+    library = "_jax" if "_jax" in name else ""
     own = SCRIPTS / f"{re.sub(r'-offline-[0-9]+$', '', name)}.py"
-    qdagger = SCRIPTS / f"qdagger_dqn_atari{'_jax' if '_jax' in name else ''}_impalacnn.py"
-    for path in [given] if given else filter(Path.is_file, (own, qdagger)):
-        with user_errors(f"{path} cannot be imported", "give another --script"):
+    qdagger = SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py"
+    candidates = [given] if given else [path for path in (own, qdagger) if path.is_file()]
+    for path in candidates:
+        with user_errors(f"{str(path)!r} cannot be imported", "give another --script"):
             spec = importlib.util.spec_from_file_location("script", path)
             script = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(script)
         if hasattr(script, "load_model"):
             return script
-    raise UserError(f"--script {given} has no function load_model; give a copy of a QDagger script")
+    raise UserError(f"--script {str(given)!r} has no function load_model; give a copy of a QDagger script")
 
 
-def load_q_function(args: Args) -> tuple[QFunction, float]:
-    """Load the model with the functions of its script; return it and the temperature at which it samples actions."""
+def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
+    """Load the model with the functions of its script.
+
+    Returns:
+        A function that chooses actions, int64 (B,), for observations, uint8 (B, 4, 84, 84).
+    """
     envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability, args.full_action_space)
     envs.close()
     repo = args.hf_repository or repository_name(args)
-    is_file = Path(repo).suffix in (".cleanrl_model", ".zip")
-    script = import_script(args.script, Path(repo).stem if is_file and "_jax" not in args.exp_name else args.exp_name)
-    model = repo, args.exp_name, envs.num_actions, 1.0
+    name = args.exp_name
+    if repo.endswith(SUFFIXES) and "_jax" not in name:
+        name = Path(repo).stem
+    script = import_script(args.script, name)
+    teacher = repo, args.exp_name, envs.num_actions, 1.0
     if hasattr(script, "jax"):
-        network, params, temperature = script.load_teacher(*model, set_up_jax(bf16=True))
-        return functools.partial(script.jax.jit(network.apply), params), temperature
-    torch = script.torch
-    device, autocast = set_up_torch(cuda=True, bf16=True)
-    network, temperature = script.load_teacher(*model)
-    network.to(device, memory_format=torch.channels_last)
+        network, params, is_policy = script.load_teacher(*teacher, set_up_jax(bf16=True))
+        apply = script.jax.jit(network.apply)
 
-    @torch.inference_mode()
-    def q_function(observation: np.ndarray) -> np.ndarray:
-        with autocast:
-            return network(torch.as_tensor(observation, device=device)).cpu().numpy()
+        def q_function(observation: np.ndarray) -> np.ndarray:
+            return np.asarray(apply(params, observation))
 
-    return q_function, temperature
+    else:
+        torch = script.torch
+        device, bf16 = set_up_torch(cuda=True, bf16=True)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+        network, is_policy = script.load_teacher(*teacher)
+        network.to(device, memory_format=torch.channels_last)
+
+        @torch.inference_mode()
+        def q_function(observation: np.ndarray) -> np.ndarray:
+            with autocast:
+                return network(torch.as_tensor(observation, device=device)).cpu().numpy()
+
+    rng = np.random.default_rng(args.seed + 1000)  # as in the scripts' evaluations
+    temperature = 1.0 if is_policy else 0.0
+
+    def act(observation: np.ndarray) -> np.ndarray:
+        return script.epsilon_greedy(q_function(observation), args.epsilon, rng, temperature)
+
+    return act
 
 
 def main(args: Args) -> np.ndarray:
@@ -91,10 +111,8 @@ def main(args: Args) -> np.ndarray:
         raise UserError("--eval-episodes must be at least 1, --epsilon from 0 to 1, --seed from 0 to 2^32 - 1")
     if args.capture_video:
         require_packages("--capture-video", *PACKAGES["capture_video"])
-    flags = SimpleNamespace(**vars(args), end_e=args.epsilon)
     run_dir = Path(f"{args.env_id.replace('/', '-')}-{Path(args.hf_repository).stem or args.exp_name}")
-    q_function, temperature = load_q_function(args)
-    returns = np.array(play_episodes("enjoy", q_function, args.eval_episodes, flags, run_dir, temperature=temperature))
+    returns = np.array(play_episodes("enjoy", load_act(args), args.eval_episodes, args, run_dir))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5
     print(f"standard error {error:.2f}, quartiles {np.quantile(returns, (0.25, 0.5, 0.75)).tolist()}")
     return returns

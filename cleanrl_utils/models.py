@@ -1,8 +1,9 @@
 """Read, write and convert model files: ``python -m cleanrl_utils.models SOURCE TARGET``.
 
-Every format is read into one form: arrays under the names of CleanRL's PyTorch scripts. The last layer computes
-Q-values (``network.9``), the logits of a policy (``actor``), or the logits of C51's return distributions (``network.9``
-with ``atoms``). Shapes come from the file, so no network is defined here.
+A file has arrays under the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in
+flax. A script compares names and shapes with its own networks, so no network is defined here. Models of other libraries
+get the names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy
+(``actor``), or the logits of C51's return distributions (``network.9`` with ``atoms``).
 Files are untrusted: reading one runs no code from it and takes at most about 13 times its size in memory.
 """
 
@@ -15,8 +16,9 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgpack
@@ -26,12 +28,22 @@ import tyro
 from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages, user_errors
 from cleanrl_utils.files import atomic_write
 
-Weights = dict[str, np.ndarray]  # float32 arrays under the names and in the layout of a PyTorch state dict
+Arrays = dict[str, np.ndarray]  # by the name of a PyTorch state dict or, joined by "/", of flax variables
 Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel
+Library = Literal["torch", "flax"]
 FLAX_ARRAY = 1  # flax's msgpack extension code of an array
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
+LEGACY_TORCH = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # near the start of PyTorch's files before 1.6
 MAX_BYTES = 2**30  # of a file
-STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8", "IntStorage": "<i4"}  # PyTorch's
+STORAGES = {  # PyTorch's names of data types
+    "FloatStorage": "<f4",
+    "HalfStorage": "<f2",
+    "DoubleStorage": "<f8",
+    "IntStorage": "<i4",
+    "LongStorage": "<i8",
+}
+# Modules that hold the actual one: of torch.compile, DataParallel, FSDP, activation checkpoints and Lightning Fabric.
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names here; None: a layer that does not act
     (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.cnn\.([024])", r"network.\1"),
     (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.linear\.0", "network.7"),
@@ -42,79 +54,156 @@ SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names h
 )
 
 
-@contextmanager
-def open_model(path: Path, num_actions: int | None = None) -> Iterator[Weights]:
-    """Read the weights from a model file of any format, for a ``with`` block.
+def model_errors(path: Path) -> AbstractContextManager[None]:
+    """Turn any exception in a ``with`` block into a UserError: the file is not a usable model."""
+    remedy = "use a model of docs/teachers.md or, for a network of your own, the script that saved it"
+    return user_errors(f"{str(path)!r} is not a usable model", remedy)
 
-    ``num_actions`` is the number of actions of the game, if it is known. Raise a UserError if the file is not a model
-    for it, or if the block raises, for example because layers do not fit.
+
+def read_model(path: Path, library: Library, own: Mapping[str, Any] = MappingProxyType({})) -> Arrays:
+    """Read a model file of any format; a damaged file can raise almost any exception.
+
+    Args:
+        path: the file.
+        library: the library that names and layouts are for.
+        own: the arrays of the network that a script defines, of which names and shapes are read.
+
+    Returns:
+        The arrays of the file, unchanged if they have the names and shapes of ``own``. Otherwise, wrappers such as
+        that of torch.compile are removed from the names, and arrays of the other library are converted. Numbers are
+        float32; only arrays of ``own`` may be integers.
     """
-    with user_errors(f"{path} is not a usable model", "docs/teachers.md lists the models that can be used"):
-        yield read_weights(path, num_actions)
+    found, arrays = read_arrays(path)
+    if shapes(arrays) != shapes(own):
+        if found == "torch":
+            arrays = {unwrapped(name): array for name, array in arrays.items()}
+        if (found, library) == ("torch", "flax"):
+            arrays = flatten(torch_to_flax(arrays))
+        if (found, library) == ("flax", "torch"):
+            arrays = flax_to_torch(arrays)
+    is_own = shapes(arrays) == shapes(own)
+    return {name: as_float32(name, array, keep_integers=is_own) for name, array in arrays.items()}
 
 
-def read_weights(path: Path, num_actions: int | None) -> Weights:
-    """Read the weights; a damaged file can raise almost anything."""
+def shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each array."""
+    return {name: tuple(np.shape(array)) for name, array in arrays.items()}
+
+
+def check_layers(arrays: Mapping[str, Any], num_actions: int, **networks: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless names and shapes are those of one of the networks, which have ``num_actions``."""
+    found = shapes(arrays)
+    candidates = {name: shapes(network) for name, network in networks.items()}
+    if found in candidates.values():
+        return
+    closest = max(candidates, key=lambda name: len(found.keys() & candidates[name].keys()))
+    needed = candidates[closest]
+    missing = [name for name in needed if name not in found]
+    unknown = [name[:60] for name in found if name not in needed]
+    if missing or unknown:
+        raise ValueError(f"its layers are not those of {closest}: it lacks {missing[:2]} and has {unknown[:2]}")
+    for name, shape in found.items():
+        if shape != needed[name]:
+            sizes = zip(shape, needed[name], strict=False)
+            is_18 = any(size * num_actions == 18 * needed_size for size, needed_size in sizes)
+            hint = "; --full-action-space plays with all 18" if is_18 else ""
+            problem = f"{name!r} has the shape {shape} instead of {needed[name]} for {num_actions} actions{hint}"
+            raise ValueError(f"its layers are not those of {closest}: {problem}")
+
+
+def read_arrays(path: Path) -> tuple[Library, dict[str, Any]]:
+    """Return the library that wrote a file, and its arrays under their own names or, if of others, CleanRL's names."""
     if not path.is_file():
-        raise ValueError("there is no such file")
-    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError("it is not a file" if path.exists() else "there is no such file")
+    size = path.stat().st_size
+    if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than the {MAX_BYTES:,} that a model may have")
     data = path.read_bytes()
-    weights = read_torch(data) if data.startswith(ZIP) else flax_to_torch(read_flax(data))
-    weights = {str(key): as_float32(key, value) for key, value in weights.items()}
-    heads = [key for key in weights if re.fullmatch(r"(?:network\.\d+|actor)\.bias", key)]
-    if not heads:
-        raise ValueError(f"it has no weights of a network, only {sorted(weights)[:3]}")
-    last = max(heads, key=lambda key: (key == "actor.bias", len(key), key))
-    found = weights[last].size // max(1, weights.get("atoms", np.zeros(1)).size)
-    if num_actions not in (None, found):
-        remedy = "; --full-action-space plays with all 18" if found == 18 else ""
-        raise ValueError(f"its layer {last[:-5]} has {found} outputs and the game has {num_actions} actions{remedy}")
-    if last == "actor.bias" and "network.0.conv.bias" in weights:
-        raise ValueError("it is a policy with an ImpalaCNN; a policy needs the network of Mnih et al. (2015)")
-    return weights
+    if data.startswith(ZIP) or is_legacy(data):
+        library, arrays = "torch", read_torch(data)
+    else:
+        library, arrays = "flax", flatten(read_flax(data))
+    if not arrays:
+        raise ValueError("it has no weights")
+    return library, arrays
+
+
+def is_legacy(data: bytes) -> bool:
+    """Return whether a file is in PyTorch's format before 1.6: pickles, of which the first is a magic number."""
+    return LEGACY_TORCH in data[:32]
 
 
 def read_torch(data: bytes) -> dict[str, Any]:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
-    members, space = read_zip(data, limit := 4 * len(data)), {}
-    if policy := "data" in members and members.get("policy.pth"):
-        settings = json.loads(members["data"]())  # JSON, in which pickles are text
-        space, box = settings["action_space"], settings["observation_space"]
-        shape, scaled = box.get("_shape", box.get("shape")), settings["policy_kwargs"].get("normalize_images", True)
-        if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not scaled:
-            found = f"{space[':type:']!r:.60}, observations {shape!r:.40}, normalize_images={scaled!r:.5}"
-            raise ValueError(f"it has {found}; needed are Discrete actions, four 84×84 frames, normalize_images=True")
-        members = read_zip(policy(), limit)
+    limit = 4 * len(data)
+    members = open_zip(data, limit)
+    is_sb3 = {"data", "policy.pth"} <= members.keys()
+    if is_sb3:
+        num_actions = read_sb3_actions(members["data"]())
+        members = open_zip(members["policy.pth"](), limit)
     state_dict = TorchUnpickler(members).load()
     if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
         state_dict = state_dict["model_weights"]
     if not isinstance(state_dict, dict):
         raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
-    if sum(map(np.size, state_dict.values())) > limit // 4:  # one element or array can stand for many
+    if sum(map(np.size, state_dict.values())) > len(data):  # one element or array can stand for many
         raise ValueError("its tensors have more elements than the file has bytes")
+    state_dict = {str(name): array for name, array in state_dict.items()}
+    return rename_sb3(state_dict, num_actions) if is_sb3 else state_dict
+
+
+def read_sb3_actions(data: bytes) -> int:
+    """Return the number of actions in the settings of stable-baselines3, JSON; ValueError if they can't be played."""
+    settings = json.loads(data)  # pickles in it are text
+    space, box = settings["action_space"], settings["observation_space"]
+    shape = box.get("_shape", box.get("shape"))
+    is_scaled = settings["policy_kwargs"].get("normalize_images", True)
+    if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not is_scaled:
+        found = f"{space[':type:']!r:.60}, observations {shape!r:.40}, normalize_images={is_scaled!r:.5}"
+        raise ValueError(f"it has {found}; needed are Discrete actions, four 84×84 frames, normalize_images=True")
+    return int(space["n"])
+
+
+def rename_sb3(state_dict: Mapping[str, Any], num_actions: int) -> dict[str, Any]:
+    """Give the layers of stable-baselines3 their names here, without those that do not act."""
     weights = {}
-    for key, value in state_dict.items():
-        layer, _, part = re.sub(r"^(_orig_mod\.|module\.)*", "", str(key)).rpartition(".")  # of compile, DataParallel
-        names = [name and match.expand(name) for pattern, name in SB3_LAYERS if (match := re.fullmatch(pattern, layer))]
-        if bool(policy) != bool(names) and names != [None]:
-            raise ValueError(f"it has {key!r:.60}; needed is the zip file of a CnnPolicy with default layers")
-        name = names[0] if names else layer
+    for key, array in state_dict.items():
+        layer, _, part = unwrapped(key).rpartition(".")
+        name = sb3_layer_name(layer)
         if name == "quantiles":  # output i·A + a is quantile i of action a; their mean is linear, as the layer is
-            name, value = "network.9", value.reshape(-1, int(space["n"]), *value.shape[1:]).mean(axis=0)
-        if name is not None:
-            weights[f"{name}.{part}".lstrip(".")] = value
+            weights[f"network.9.{part}"] = array.reshape(-1, num_actions, *array.shape[1:]).mean(axis=0)
+        elif name is not None:
+            weights[f"{name}.{part}"] = array
     return weights
 
 
-def read_zip(data: bytes, limit: int) -> dict[str, Callable[[], bytes]]:
+def sb3_layer_name(layer: str) -> str | None:
+    """Return the name here of a layer of stable-baselines3; None if it does not act."""
+    for pattern, name in SB3_LAYERS:
+        match = re.fullmatch(pattern, layer)
+        if match:
+            return name and match.expand(name)
+    raise ValueError(f"it has the layer {layer!r:.60}; needed is a CnnPolicy with default layers")
+
+
+def unwrapped(name: str) -> str:
+    """Remove the wrappers of modules from the name of an array: ``q_net._orig_mod.0.weight`` → ``q_net.0.weight``."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def open_zip(data: bytes, limit: int) -> dict[str, Callable[[], bytes]]:
     """Return functions that read the members of a zip archive; ValueError if they have more than ``limit`` bytes.
 
     A member is read up to the size that the archive states. Compression methods other than deflate are rejected.
     """
+    if is_legacy(data):
+        save_again = "torch.save(torch.load(OLD, weights_only=True), NEW)"
+        raise ValueError(f"it is in PyTorch's format before 1.6; save it again with its library, such as {save_again}")
     archive = zipfile.ZipFile(io.BytesIO(data))
-    methods, files = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), archive.NameToInfo
-    if sum(file.file_size if file.compress_type in methods else math.inf for file in files.values()) > limit:
+    files = archive.NameToInfo
+    if any(file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for file in files.values()):
+        raise ValueError("its zip archive is not compressed with deflate")
+    if sum(file.file_size for file in files.values()) > limit:
         raise ValueError("its zip archive unpacks to many times its size")
     read = functools.cache(lambda file: archive.open(file).read(files[file].file_size))
     return {name: functools.partial(read, name) for name in files}
@@ -139,13 +228,16 @@ class TorchUnpickler(pickle._Unpickler):
         if len(names) != 1:
             raise ValueError("it is a zip archive of neither stable-baselines3 nor a state dict of PyTorch")
         super().__init__(io.BytesIO(members[names[0]]()))
-        self.memo, self.members, self.folder = Memo(), members, names[0].removesuffix("data.pkl")
+        self.memo = Memo()
+        self.members = members
+        self.folder = names[0].removesuffix("data.pkl")
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function of this name; only those of a state dict are allowed."""
         known = {"OrderedDict": OrderedDict, "_rebuild_tensor_v2": self.rebuild_tensor, **STORAGES}
         if module not in ("collections", "torch", "torch._utils") or name not in known:
-            raise pickle.UnpicklingError(f"it has a {f'{module}.{name}'!r:.60}; save a state_dict() of float32 tensors")
+            full_name = f"{module}.{name}"
+            raise pickle.UnpicklingError(f"it has a {full_name!r:.60}; save a state_dict() of float32 tensors")
         return known[name]
 
     def load_build(self) -> None:
@@ -162,12 +254,13 @@ class TorchUnpickler(pickle._Unpickler):
     def rebuild_tensor(self, storage: tuple, offset: int, shape: tuple, strides: tuple, *_: Any) -> np.ndarray:
         """Return a view of a storage's elements; ValueError if it has elements outside it."""
         dtype, member = storage
-        storage = np.frombuffer(self.members[f"{self.folder}data/{member}"](), dtype)
-        valid = all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))  # NumPy's overflow
-        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if valid else math.inf
-        if offset + last >= len(storage):
+        elements = np.frombuffer(self.members[f"{self.folder}data/{member}"](), dtype)
+        if not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)):  # NumPy's overflow
+            raise ValueError("a tensor has an invalid shape")
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if last >= len(elements):
             raise ValueError("a tensor has elements that are not in the file")
-        return np.lib.stride_tricks.as_strided(storage[offset:], shape, [storage.itemsize * step for step in strides])
+        return np.lib.stride_tricks.as_strided(elements[offset:], shape, [elements.itemsize * step for step in strides])
 
 
 def read_flax(data: bytes) -> Params:
@@ -179,7 +272,8 @@ def read_flax(data: bytes) -> Params:
 
     try:
         tree = msgpack.unpackb(data, ext_hook=unpack_array)
-        tree = tree["1"] if tree.keys() == {"0", "1"} else tree
+        if tree.keys() == {"0", "1"}:  # flags, parameters
+            tree = tree["1"]
         if tree.keys() == {"0", "1", "2"}:  # PPO: network, actor, critic
             return {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
         if tree.keys() == {"model_weights", "args"}:  # C51
@@ -201,16 +295,18 @@ def write_flax(path: Path, params: Params) -> None:
         file.write(msgpack.packb(params, default=pack_array))
 
 
-def as_float32(key: str, value: Any) -> np.ndarray:
+def as_float32(name: str, array: Any, keep_integers: bool) -> np.ndarray:
     """Copy an array of finite floating-point numbers to a float32 array."""
-    dtype = str(getattr(value, "dtype", type(value).__name__))
+    dtype = str(getattr(array, "dtype", type(array).__name__))
+    if keep_integers and dtype in ("int32", "int64"):  # such as the counters of normalisation layers
+        return np.array(array, order="C")
     if "float" not in dtype:
-        raise ValueError(f"{key!r:.60} is {dtype}, not floating-point numbers")
+        raise ValueError(f"{name!r:.60} is {dtype}, not floating-point numbers")
     with np.errstate(over="ignore"):
-        array = np.array(value, np.float32, order="C")
-    if not np.isfinite(array).all():
-        raise ValueError(f"{key!r:.60} holds NaN or infinite values")
-    return array
+        copy = np.array(array, np.float32, order="C")
+    if not np.isfinite(copy).all():
+        raise ValueError(f"{name!r:.60} holds NaN or infinite values")
+    return copy
 
 
 # network.0.res_block1.conv0 is ConvSequence_0/ResidualBlock_1/Conv_0. Layers directly in PyTorch's `Sequential` are
@@ -222,10 +318,12 @@ TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(acto
 FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+|(actor))"
 
 
-def flax_to_torch(params: Params) -> Weights:
+def flax_to_torch(params: Params) -> Arrays:
     """Convert flax parameters to weights in PyTorch's layout; ValueError if a layer belongs to another network."""
-    arrays, channels, place = flatten(params), 0, 0
+    arrays = flatten(params)
     weights = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
+    channels = 0  # of the image that the previous layer returned; 0 after a dense layer
+    place = 0  # of the next layer in `Sequential`
     for (sequence, block, conv, actor), kernel, bias in layers(arrays, FLAX_LAYER, "/", "kernel"):
         if sequence:
             name = f"network.{sequence}." + (f"res_block{block}.conv{conv}" if block else "conv")
@@ -233,21 +331,27 @@ def flax_to_torch(params: Params) -> Weights:
         elif actor:
             name = actor
         else:
-            place += kernel.ndim == 2 and channels > 0  # a Flatten
-            name, place = f"network.{place}", place + 2
+            if kernel.ndim == 2 and channels:
+                place += 1  # a Flatten
+            name = f"network.{place}"
+            place += 2
         if kernel.ndim == 2 and channels:
             side = math.isqrt(len(kernel) // channels)
             kernel = kernel.reshape(side, side, channels, kernel.shape[1]).transpose(2, 0, 1, 3).reshape(kernel.shape)
         channels = kernel.shape[3] if kernel.ndim == 4 else 0
         weight = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
-        weights |= {f"{name}.weight": np.ascontiguousarray(weight), f"{name}.bias": bias}
+        weights[f"{name}.weight"] = np.ascontiguousarray(weight)
+        weights[f"{name}.bias"] = bias
     return weights
 
 
-def torch_to_flax(weights: Mapping[str, np.ndarray]) -> Params:
+def torch_to_flax(weights: Mapping[str, Any]) -> Params:
     """Convert weights in PyTorch's layout to flax parameters: the inverse of :func:`flax_to_torch`."""
-    params, channels, count = {}, 0, {"Conv": 0, "Dense": 0}
-    for (sequence, block, conv, actor), weight, bias in layers(weights, TORCH_LAYER, ".", "weight"):
+    arrays = dict(weights)
+    params = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
+    channels = 0
+    count = {"Conv": 0, "Dense": 0}
+    for (sequence, block, conv, actor), weight, bias in layers(arrays, TORCH_LAYER, ".", "weight"):
         if sequence:
             name = f"ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
         elif actor:
@@ -277,7 +381,7 @@ def layers(arrays: Mapping[str, Any], pattern: str, separator: str, kernel: str)
     for layer, parts in found.items():
         match = re.fullmatch(pattern, layer)
         if not match or parts.keys() != {kernel, "bias"} or np.ndim(parts[kernel]) not in (2, 4):
-            raise ValueError(f"{layer!r:.60} is not a layer of a network of this project")
+            raise ValueError(f"{layer!r:.60} can't be converted between PyTorch and flax")
         yield match.groups(), parts[kernel], parts["bias"]
 
 
@@ -292,7 +396,7 @@ def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
 def convert(
     source: tyro.conf.Positional[Path],
     target: tyro.conf.Positional[Path],
-    format: Literal["torch", "flax"] | None = None,
+    format: Library | None = None,
 ) -> str:
     """Write a model with CleanRL's layer names, and return the format; the last layer of a policy is named actor.
 
@@ -301,11 +405,14 @@ def convert(
         target: the file to write
         format: the format to write; by default flax for a PyTorch file and torch for a flax file
     """
-    with open_model(source) as weights:
+    with model_errors(source):
+        weights = read_model(source, "torch")
         if "atoms" in weights:
             raise ValueError("C51 has return distributions, and a DQN's file has Q-values; both scripts read C51's own")
         params = torch_to_flax(weights)
-    format = format or ("flax" if source.read_bytes().startswith(ZIP) else "torch")
+        is_torch = source.read_bytes().startswith(ZIP)
+    if format is None:
+        format = "flax" if is_torch else "torch"
     with user_errors(f"{target} cannot be written", "give another file", OSError):
         if target.exists():
             raise UserError(f"{target} exists; give another file or remove it")

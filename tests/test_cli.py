@@ -47,7 +47,7 @@ from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import read_weights, torch_to_flax, write_flax
+from cleanrl_utils.models import read_model, torch_to_flax, write_flax
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
@@ -193,7 +193,7 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
     others = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
     assert others == {*names, "progress.json", "wandb_id"}
     assert json.loads((run_dir / "progress.json").read_text())["finished"]
-    weights = [read_weights(run_dir / name, NUM_ACTIONS) for name in names]
+    weights = [read_model(run_dir / name, "torch") for name in names]
     assert all(w.keys() == qdagger.QNetwork(NUM_ACTIONS).state_dict().keys() for w in weights)
     for before, after in itertools.pairwise(weights):
         assert not np.array_equal(before["network.0.conv.weight"], after["network.0.conv.weight"])
@@ -274,7 +274,7 @@ def test_pretraining_alone(
 
     The teacher is a policy of 18 actions in a game of four, and samples wherever it acts.
     """
-    weights = read_weights(teacher / f"{DQN}.cleanrl_model", 18).items()
+    weights = read_model(teacher / f"{DQN}.cleanrl_model", "torch").items()
     write_flax(path := tmp_path / "policy", torch_to_flax({key.replace("network.9", "actor"): x for key, x in weights}))
     evaluations, temperatures, choose = [], [], script.epsilon_greedy
     monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
@@ -351,7 +351,7 @@ def test_dqn_makes_a_teacher(
     tags = {"charts/epsilon", "charts/SPS", "losses/td_loss", "losses/q_values"}
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
     assert scalars["eval/episodic_return"][0][0] == 0
-    saved = read_weights(run_dir / f"{script.__name__}.cleanrl_model", NUM_ACTIONS)
+    saved = read_model(run_dir / f"{script.__name__}.cleanrl_model", "torch")
     loaded = qdagger.load_teacher(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
     assert saved.keys() == loaded.keys()
     assert all(np.array_equal(saved[key], loaded[key]) for key in saved)

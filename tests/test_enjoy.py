@@ -4,15 +4,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 
-from cleanrl_utils import enjoy, evaluation
+from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert
+from cleanrl_utils.models import convert, read_model, torch_to_flax, write_flax
 
 ROOT = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
@@ -63,30 +64,38 @@ def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixtu
 def test_one_episode_and_its_video(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A model of 18 actions plays a game of four; here it samples in both."""
-    temperatures, choose, load = set(), evaluation.epsilon_greedy, enjoy.load_q_function
-    monkeypatch.setattr(evaluation, "epsilon_greedy", lambda *args: temperatures.add(args[3]) or choose(*args))
-    monkeypatch.setattr(enjoy, "load_q_function", lambda args: (load(args)[0], 0.3))
+    """A policy of 18 actions plays a game of four, and samples its actions in both."""
+    temperatures, import_script = set(), enjoy.import_script
+
+    def import_and_record(*args: object) -> ModuleType:
+        script = import_script(*args)
+        choose = script.epsilon_greedy
+        script.epsilon_greedy = lambda *args: temperatures.add(args[3]) or choose(*args)
+        return script
+
+    monkeypatch.setattr(enjoy, "import_script", import_and_record)
     monkeypatch.chdir(tmp_path)
+    weights = read_model(directory / "dqn_atari.cleanrl_model", "torch")
+    write_flax(tmp_path / "ppo", torch_to_flax({key.replace("network.9", "actor"): x for key, x in weights.items()}))
     flags = {"env_id": "BreakoutNoFrameskip-v4", "full_action_space": True, "capture_video": True}
-    (episodic_return,) = play(directory, eval_episodes=1, **flags)
+    (episodic_return,) = play("ppo", eval_episodes=1, **flags)
     assert f"return {episodic_return:.1f} ± 0.0" in capsys.readouterr().out
     (video,) = Path("videos").rglob("*.mp4")
     assert video.read_bytes()[4:8] == b"ftyp"
-    assert temperatures == {0.3}
+    assert temperatures == {1.0}
 
 
 def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CleanRL's flags name the repository."""
     asked = []
-    monkeypatch.setattr(enjoy, "play_episodes", lambda *args, **rest: asked.append(vars(args[3]) | rest) or np.zeros(3))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **_: asked.append(args) or 1 / 0)
+    monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(vars(args[3])) or np.zeros(3))
+    monkeypatch.setattr("cleanrl_utils.hub.find_hub_model", lambda *args: asked.append(args) or 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
     with pytest.raises(UserError, match="repository 'lab/ALE-Alien-v5-c51_atari-seed2': division by zero"):
         play("", **flags)
     play(directory, repeat_action_probability=0.1)
-    assert asked[0] == ("lab/ALE-Alien-v5-c51_atari-seed2",)
-    expected = {"env_id": GAME, "end_e": 0.5, "seed": 5, "repeat_action_probability": 0.1, "temperature": 0.0}
+    assert asked[0] == ("lab/ALE-Alien-v5-c51_atari-seed2", "c51_atari")
+    expected = {"env_id": GAME, "seed": 5, "repeat_action_probability": 0.1}
     assert expected.items() <= asked[1].items()
 
 
@@ -116,10 +125,10 @@ def test_script_of_a_model(name: str, script: str, tmp_path: Path, monkeypatch: 
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
         ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
         ({"env_id": "AliennNoFrameskip-v4"}, "Did you mean: `Alien`?"),
-        ({"env_id": "PongNoFrameskip-v4"}, "has 18 outputs and the game has 6 actions; --full-action-space plays"),
+        ({"env_id": "PongNoFrameskip-v4"}, "for 6 actions; --full-action-space plays with all 18"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
-        ({"script": Path("nowhere.py")}, "nowhere.py cannot be imported:"),
-        ({"script": ROOT / "README.md"}, "README.md cannot be imported:"),
+        ({"script": Path("nowhere.py")}, "'nowhere.py' cannot be imported:"),
+        ({"script": ROOT / "README.md"}, "README.md' cannot be imported:"),
         ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "has no function load_model"),
         ({"repeat_action_probability": 1.0}, "--repeat-action-probability is 1.0"),
     ],
@@ -153,4 +162,4 @@ def test_jax_model_plays_without_torch(directory: Path, tmp_path: Path) -> None:
     assert "enjoy: return " in jax.stdout
     assert torch.returncode == 2
     assert len(torch.stderr.splitlines()) == 1
-    assert "dqn_atari.py cannot be imported: No module named torch;" in torch.stderr
+    assert "dqn_atari.py' cannot be imported: No module named torch;" in torch.stderr

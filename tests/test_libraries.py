@@ -21,7 +21,7 @@ from test_update import log_softmax, nature
 from cleanrl_utils import enjoy
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, read_weights, torch_to_flax
+from cleanrl_utils.models import convert, read_model, torch_to_flax
 
 PONG = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model"
 SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 5
@@ -67,7 +67,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         net = net.q_net if algorithm is DQN else net.quantile_net
         extractor, head, sharpness = net.features_extractor, (net.q_net if algorithm is DQN else net.quantile_net)[0], 1
     layers = {0: extractor.cnn[0], 2: extractor.cnn[2], 4: extractor.cnn[4], 7: extractor.linear[0], 9: head}
-    for key, array in read_weights(PONG, A).items():
+    for key, array in read_model(PONG, "torch").items():
         _, index, part = key.split(".")
         value = torch.from_numpy(array) * (sharpness if index == "9" else 1)
         if index == "9" and algorithm is QRDQN:
@@ -89,8 +89,8 @@ def test_outputs(script: Any, saved: SimpleNamespace, observations: np.ndarray) 
         expected = saved.net.get_distribution(few).distribution.probs if saved.is_policy else saved.net(few)
     expected = expected.mean(dim=1) if "QR" in saved.name else expected
     for temperature in (0.1, 1.0):
-        q_function, own = load_q_function(script, saved.path, temperature)
-        assert own == (temperature if saved.is_policy else 0.0)
+        q_function, is_policy = load_q_function(script, saved.path, temperature)
+        assert is_policy == saved.is_policy
         outputs = torch.tensor(q_function(few.numpy()))
         found = torch.softmax(outputs / temperature, dim=1) if saved.is_policy else outputs
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if saved.is_policy else 1e-5)
@@ -105,9 +105,10 @@ def test_conversion(saved: SimpleNamespace, observations: np.ndarray, tmp_path: 
     for name in ("torch", "flax"):
         assert tyro.cli(convert, args=[str(saved.path), str(tmp_path / name), "--format", name]) == name
         for script in SCRIPTS:
-            loaded = [load_q_function(script, path, 0.3) for path in (saved.path, tmp_path / name)]
-            assert loaded[0][1] == loaded[1][1]
-            np.testing.assert_array_equal(*(q_function(observations[:9]) for q_function, _ in loaded))
+            expected, is_policy = load_q_function(script, saved.path, 0.3)
+            found, found_is_policy = load_q_function(script, tmp_path / name, 0.3)
+            assert found_is_policy == is_policy
+            np.testing.assert_array_equal(found(observations[:9]), expected(observations[:9]))
 
 
 @pytest.mark.parametrize("saved", ["DQN", "PPO"], indirect=True)
@@ -156,9 +157,9 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
     np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02)
     q = np.random.default_rng(2).normal(size=(4, A)).astype(np.float32)
     for temperature in (0.1, 1.0):
-        q_function, own = load_q_function(script, path, temperature)
+        q_function, found_is_policy = load_q_function(script, path, temperature)
+        assert found_is_policy == is_policy
         outputs, scale = q_function(batch["observation"]), temperature if is_policy else 1.0
-        assert own == (temperature if is_policy else 0.0)
         np.testing.assert_allclose(outputs, scale * expected, rtol=0, atol=1e-5)
         teacher, student = (log_softmax(x) for x in (scale * expected / temperature, q / temperature))
         assert 0.18 < np.exp(teacher).max() < 0.999, "another policy would have the same loss"

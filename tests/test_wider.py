@@ -25,7 +25,7 @@ from test_teachers import load_q_function
 from cleanrl_utils import enjoy
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, read_weights
+from cleanrl_utils.models import convert, read_model
 
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
 SIZES = "--num-envs 2 --teacher-steps 60 --offline-steps 4 --offline-eval-frequency 4 --total-timesteps 60 "
@@ -122,7 +122,7 @@ def test_conversion_to_the_other_format(student: Student, tmp_path: Path) -> Non
     """The copy reads it as well, and converted back it has the same weights."""
     assert convert(student.model, tmp_path / "other") == ("torch" if student.script is qdagger_jax else "flax")
     convert(tmp_path / "other", tmp_path / "back")
-    expected, back = (read_weights(path, NUM_ACTIONS) for path in (student.model, tmp_path / "back"))
+    expected, back = (read_model(path, "torch") for path in (student.model, tmp_path / "back"))
     assert list(back) == list(expected)
     assert all(np.array_equal(back[key], expected[key]) for key in expected)
     q_values = q_values_of(student.copy, student.model)
