@@ -5,8 +5,11 @@ import importlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
 
 class UserError(Exception):
@@ -15,10 +18,22 @@ class UserError(Exception):
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print a :class:`UserError`, a full disk or limit of threads, and Ctrl-C as one line; exit with 2, 1 and 130."""
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed by the shell's 2>&-)
+    """Print errors that a user can cause as one line.
+
+    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written and a limit of threads, 130 for
+    Ctrl-C, and 141 if the reader of the output has gone.
+    """
+    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace", line_buffering=True)  # some encodings lack "±"; logs are read live
+    print_traceback = threading.excepthook
+
+    def hide_unwritable(failed: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread. The next call of its writer raises the error of the thread again.
+        if getattr(failed.exc_value, "errno", None) not in UNWRITABLE:
+            print_traceback(failed)
+
+    threading.excepthook = hide_unwritable
     try:
         yield
     except UserError as error:
@@ -34,12 +49,22 @@ def one_line_errors() -> Iterator[None]:
     except (OSError, RuntimeError) as error:
         if str(error) in ("can't start new thread", os.strerror(errno.EAGAIN)):  # of Python and of ALE
             problem = "a thread could not be started; raise the limit of processes that `ulimit -u` shows"
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            problem = f"{error.filename or 'a log'} could not be written ({error.strerror}); make room and `--resume`"
+        elif isinstance(error, OSError) and error.errno in UNWRITABLE:
+            file = error.filename or "a log"
+            problem = f"{file} could not be opened or written ({error.strerror}); make room or allow it, and `--resume`"
         else:
             raise
         print(f"error: {problem}", file=sys.stderr, flush=True)
         sys.exit(1)
+    finally:
+        threading.excepthook = print_traceback
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that the shell closed, for example with ``>&-``; libraries write to them unchecked."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their file descriptors
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, errors="replace"))  # noqa: SIM115
 
 
 @contextmanager

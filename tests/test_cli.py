@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -46,7 +47,7 @@ from hypothesis import strategies as st
 from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
-from cleanrl_utils.errors import UserError
+from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.models import read_model, torch_to_flax, write_flax
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
@@ -538,3 +539,17 @@ def test_output_that_cannot_be_printed() -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(60) == 141
+def test_streams_that_are_closed() -> None:
+    """A shell can close the standard streams, and libraries use them nevertheless."""
+    use = "print(sys.stdin.read()); sys.stderr.write('±'); assert open('file', 'w').fileno() > 2"
+    code = f"import sys; from cleanrl_utils.errors import one_line_errors\nwith one_line_errors():\n    {use}"
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
+
+
+def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit), one_line_errors():
+        raise OSError(errno.EROFS, "Read-only file system", "runs/a.tmp")
+    assert capsys.readouterr().err.startswith("error: runs/a.tmp could not be opened or written (Read-only file")
+
+
