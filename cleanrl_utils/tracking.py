@@ -4,10 +4,9 @@ import inspect
 import itertools
 import json
 import os
-import secrets
 import shlex
+import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -127,25 +126,18 @@ class Writer:
 def start_logging(args: Any, run_dir: Path) -> Writer:
     """Start W&B with ``--track`` and open a TensorBoard writer; a new run logs its flags.
 
-    The id of the W&B run is in ``{run_dir}/wandb_id``, so that a resumed run continues it.
+    Raises:
+        UserError: W&B can't start, or the run directory can't be written. The directory of a new run is deleted.
     """
-    if args.track:
-        import wandb
-
-        id_file = run_dir / "wandb_id"
-        if not id_file.exists():
-            id_file.write_text(secrets.token_hex(4))
-        run = {"name": run_dir.name, "id": id_file.read_text().strip(), "resume": "allow", "config": vars(args)}
-        run |= {"project": args.wandb_project_name, "entity": args.wandb_entity}
-        with user_errors(
-            "W&B can't start", "check --wandb-*, run `wandb login`, or set WANDB_MODE=offline", wandb.errors.Error
-        ):
-            wandb.init(sync_tensorboard=True, save_code=True, **run)
-    # The thread of the event file's writer prints a traceback of an error that the next call raises as well.
-    threading.excepthook = lambda failed: None if failed.exc_type is OSError else threading.__excepthook__(failed)
-    with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
-        writer = Writer(run_dir, args.track)
-    writer.online_updates = max(args.total_timesteps - args.learning_starts, 0) // args.train_frequency
+    try:
+        if args.track:
+            start_wandb(args, run_dir)
+        with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
+            writer = Writer(run_dir, args.track)
+    except BaseException:  # also Ctrl-C where W&B asks for a login
+        if args.resume is None:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        raise
     if args.resume is None:
         writer.add_flags(args)
     return writer
@@ -153,6 +145,24 @@ def start_logging(args: Any, run_dir: Path) -> Writer:
 
 class ProgressBar:
     """The ``steps`` that are left of a phase, with a bar on stderr and ``progress.json`` for other programs."""
+
+def start_wandb(args: Any, run_dir: Path) -> None:
+    """Start a W&B run; a resumed run continues the one whose id is in ``{run_dir}/wandb_id``.
+
+    A sweep chooses id, project and entity itself. Checkpoints then save these instead of the flags'.
+    """
+    import wandb
+
+    with user_errors("W&B can't start", "check --wandb-* and WANDB_*, run `wandb login`, or set WANDB_MODE=offline"):
+        id_file = run_dir / "wandb_id"
+        resumed = {"id": id_file.read_text().strip(), "resume": "allow"} if id_file.exists() else {}
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+        run = wandb.init(sync_tensorboard=True, save_code=True, config=vars(args), **names, **resumed)
+        id_file.write_text(run.id)
+    if not run.disabled:
+        args.wandb_project_name = run.project
+        args.wandb_entity = run.entity or None
+
 
     def __init__(self, run_dir: Path, phase: str, steps: range, online_updates: int = 0):
         self.run_dir, self.phase, self.steps = run_dir, phase, steps

@@ -87,13 +87,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a script with episodes of 60 steps; a signal stops it after some offline updates."""
 FULL_GAME, FULL_STEPS = "AlienNoFrameskip-v4", 1100  # any policy has returns above 0 in Alien
+SWEEP_RUN = "run-of-a-sweep"
 
 
 @pytest.fixture(scope="module", params=[STUDENT, STUDENT_JAX])
 def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, teacher: Path) -> FinishedRun:
     """Run each script once with as many features as possible, tracked by W&B; stop and resume that of PyTorch.
 
-    PyTorch can't be imported in the run of JAX, which therefore films no videos.
+    That of PyTorch starts as W&B's agents start a run of a sweep, and is resumed without their variables. PyTorch can't
+    be imported in the run of JAX, which therefore films no videos.
     """
     folder, script = tmp_path_factory.mktemp("full"), request.param
     flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 1 --teacher-steps 200 --offline-steps 100 "
@@ -110,13 +112,15 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         environ["PYTHONPATH"] = f"{without_torch(folder / 'no')}{os.pathsep}{REPO}"
     command = [sys.executable, "-c", SHORT_EPISODES, "80" if script == STUDENT else "-1"]
     command += [str(REPO / "cleanrl" / f"{script}.py")]
-    options = {"cwd": folder, "env": environ, "capture_output": True, "text": True, "timeout": 600}
-    result = subprocess.run([*command, *flags.split()], **options)
+    environ |= {"TQDM_DISABLE": "1", "TQDM_DESC": "x"}
+    sweep = {"WANDB_SWEEP_ID": "s", "WANDB_RUN_ID": SWEEP_RUN, "WANDB_PROJECT": "of-sweep"} if script == STUDENT else {}
+    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 600}
+    result = subprocess.run([*command, *flags.split()], env=environ | sweep, **options)
     assert result.returncode == (143 if script == STUDENT else 0), result.stderr
     run_dir = only((folder / "runs").iterdir())
     if script == STUDENT:
         command[3] = "-1"
-        result = subprocess.run([*command, "--resume", str(run_dir.relative_to(folder))], **options)
+        result = subprocess.run([*command, "--resume", str(run_dir.relative_to(folder))], env=environ, **options)
         assert result.returncode == 0, result.stderr
     return FinishedRun(script, folder, run_dir, read_scalars(run_dir), result.stdout)
 
@@ -223,7 +227,11 @@ def test_tracking(full_run: FinishedRun) -> None:
     files = sorted(full_run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert [path.stem for path in files] == [f"run-{wandb_id}"] * (2 if full_run.script == STUDENT else 1)
     for data in itertools.chain(*map(wandb_records, files)):
-        items = proto.Record.FromString(data).history.item
+    assert (wandb_id == SWEEP_RUN) == (full_run.script == STUDENT)
+        record = proto.Record.FromString(data)
+        if record.HasField("run"):
+            assert record.run.project == ("of-sweep" if full_run.script == STUDENT else "cleanRL")
+        items = record.history.item
         history = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
         for tag, value in history.items():
             points.setdefault(tag, set()).add((history.get("global_step"), np.float32(value) if tag in curves else 0))
@@ -514,6 +522,16 @@ def test_missing_package(module: str, flag: str, teacher: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("script", "flags", "word"),
     [
+@pytest.mark.parametrize(("project", "mode", "word"), [("cleanRL", "ofline", "mode"), ("a/b", "offline", "project")])
+def test_wrong_settings_of_wandb(project: str, mode: str, word: str, tmp_path: Path) -> None:
+    """They end in one line and leave no run directory."""
+    flags = f"--env-id {GAME} --buffer-size 1000 --track --wandb-project-name {project}"
+    result = run_script(DQN, tmp_path, *flags.split(), WANDB_MODE=mode)
+    assert result.returncode == 2, result.stderr
+    assert re.fullmatch(rf"error: W&B can't start: .*{word}.*\n", result.stderr), result.stderr
+    assert not list((tmp_path / "runs").iterdir())
+
+
         (STUDENT, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo x/y --teacher-steps 1000", "x/y"),
         (DQN_JAX, f"--env-id {GAME}", "runs"),
     ],
