@@ -67,7 +67,9 @@ class Writer:
     """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
 
     def __init__(self, run_dir: Path, track: bool = False):
-        self.run_dir, self.track, self._last_step, self.online_updates = run_dir, track, 0, 0
+        self.run_dir = run_dir
+        self.track = track
+        self._last_step = 0
         # Accessed as an attribute of its module, where W&B replaces it to follow the files.
         self._writer = event_file_writer.EventFileWriter(str(run_dir))
         self.file = Path(self._writer._file_name)
@@ -98,7 +100,8 @@ class Writer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Cut the run's event files back to their sizes in ``state``, and delete those that are not in it."""
-        self._last_step, sizes = state["last_step"], state["sizes"]
+        self._last_step = state["last_step"]
+        sizes = state["sizes"]
         for path in self.run_dir.glob("events.out.tfevents.*"):
             if path.name not in sizes and path != self.file:
                 path.unlink()
@@ -110,7 +113,7 @@ class Writer:
 
     def progress_bar(self, phase: str, steps: range) -> "ProgressBar":
         """Return an iterable over the ``steps`` that are left of a phase, with a progress bar."""
-        return ProgressBar(self.run_dir, phase, steps, self.online_updates)
+        return ProgressBar(self.run_dir, phase, steps)
 
     def close(self) -> None:
         """Write all points and close the file; with `--track` also the W&B run, which gets the videos."""
@@ -143,9 +146,6 @@ def start_logging(args: Any, run_dir: Path) -> Writer:
     return writer
 
 
-class ProgressBar:
-    """The ``steps`` that are left of a phase, with a bar on stderr and ``progress.json`` for other programs."""
-
 def start_wandb(args: Any, run_dir: Path) -> None:
     """Start a W&B run; a resumed run continues the one whose id is in ``{run_dir}/wandb_id``.
 
@@ -164,26 +164,30 @@ def start_wandb(args: Any, run_dir: Path) -> None:
         args.wandb_entity = run.entity or None
 
 
-    def __init__(self, run_dir: Path, phase: str, steps: range, online_updates: int = 0):
-        self.run_dir, self.phase, self.steps = run_dir, phase, steps
-        self.updates_left = len(steps) + online_updates if phase == "offline" else 0
+class ProgressBar:
+    """The ``steps`` that are left of a phase, with a bar on stderr and ``progress.json`` for other programs."""
+
+    def __init__(self, run_dir: Path, phase: str, steps: range):
+        self.run_dir = run_dir
+        self.phase = phase
+        self.steps = steps
         self.episodic_return: float | None = None
+        unit = "update" if phase == "offline" else "step"
         interval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
-        options = {"unit": "update" if phase == "offline" else "step", "smoothing": 0.05, "mininterval": interval}
-        self.bar = tqdm(None, phase, steps.stop, initial=steps.start, **options)
+        # Keywords, as they take precedence over environment variables such as TQDM_TOTAL.
+        self.bar = tqdm(
+            desc=phase, initial=steps.start, total=steps.stop, unit=unit, smoothing=0.05, mininterval=interval
+        )
 
     def __iter__(self) -> Iterator[int]:
-        written, total = 0.0, self.steps.stop
-        for count, step in enumerate(self.steps):
-            if count == 10:  # JAX compiles in the first update
-                start = time.monotonic()
-            if count == 101 and self.updates_left:  # a loss has just been read, which synchronises with a GPU
-                minutes = (time.monotonic() - start) / 91 * self.updates_left / 60
-                tqdm.write(f"{self.updates_left:,} updates will take about {max(minutes, 1):.0f} min on this machine")
+        total = self.steps.stop
+        written = 0.0
+        for step in self.steps:
             yield step
-            self.bar.update(min(self.steps.step, total - step))
-            if self.bar.n == total or time.monotonic() - written > PROGRESS_SECONDS:
-                fields = {"phase": self.phase, "done": self.bar.n, "total": total, "return": self.episodic_return}
+            done = min(step + self.steps.step, total)  # not the bar's count, which TQDM_DISABLE stops
+            self.bar.update(done - step)
+            if done == total or time.monotonic() - written > PROGRESS_SECONDS:
+                fields = {"phase": self.phase, "done": done, "total": total, "return": self.episodic_return}
                 write_progress(self.run_dir, fields | {"finished": False})
                 written = time.monotonic()
         self.bar.close()

@@ -197,7 +197,8 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
     names = [f"{script}-offline-60.cleanrl_model", f"{script}-offline-100.cleanrl_model", f"{script}.cleanrl_model"]
     others = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
     assert others == {*names, "progress.json", "wandb_id"}
-    assert json.loads((run_dir / "progress.json").read_text())["finished"]
+    progress = json.loads((run_dir / "progress.json").read_text())
+    assert (progress["done"], progress["total"], progress["finished"]) == (FULL_STEPS, FULL_STEPS, True)
     weights = [read_model(run_dir / name, "torch") for name in names]
     assert all(w.keys() == qdagger.QNetwork(NUM_ACTIONS).state_dict().keys() for w in weights)
     for before, after in itertools.pairwise(weights):
