@@ -12,7 +12,6 @@ from cleanrl_utils.errors import UserError, flag, require_packages
 from cleanrl_utils.hub import check_upload_possible
 
 STACK = 4  # frames of an observation
-ACTIVATION_BYTES = 2_000_000  # of a transition in a batch: the outputs of the ImpalaCNN's layers in float32
 LIMITS = (  # flags, and the smallest and largest value that they may have
     ("num_envs n_step", 1, 1000),
     ("buffer_size target_network_frequency batch_size train_frequency eval_episodes", 1, 10**12),
@@ -44,7 +43,7 @@ def check_args(args: Any) -> Any:
     if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
         raise UserError("--final-learning-rate is annealed with λ, which --distill-coefficient 0 disables; omit one")
     if args.upload_model and not args.save_model:
-        raise UserError("--upload-model uploads the model of --save-model; give both")
+        raise UserError("--upload-model uploads the saved model; leave out --no-save-model")
     check_upload_possible(args)
     if getattr(args, "compile", False) and not shutil.which(os.environ.get("CXX", "g++")):  # as PyTorch looks for it
         raise UserError("--compile needs a C++ compiler, g++ or $CXX; install it, or leave the flag out")
@@ -52,7 +51,7 @@ def check_args(args: Any) -> Any:
         if getattr(args, name):
             require_packages(flag(name), *modules)
     fitting = args
-    while fitting.num_envs > 1 and size_problem(fitting):
+    while args.resume is None and fitting.num_envs > 1 and size_problem(fitting):
         fitting = dataclasses.replace(fitting, num_envs=fitting.num_envs // 2)
     if problem := size_problem(fitting):
         raise UserError(problem)
@@ -61,19 +60,28 @@ def check_args(args: Any) -> Any:
     return fitting
 
 
+def replay_buffers(args: Any) -> list[str]:
+    """Return the flags with the sizes of the replay buffers that the run makes."""
+    return [name for name, phase in BUFFERS.items() if getattr(args, phase, 0)]
+
+
 def size_problem(args: Any) -> str | None:
     """Return an error message if the sizes leave no transition to sample or no update, otherwise None."""
     needed = (STACK + args.n_step + 1) * args.num_envs  # a stack, an n-step return and one more step
-    for name in (name for name, phase in BUFFERS.items() if getattr(args, phase, 0)):
-        if getattr(args, name) // args.num_envs * args.num_envs < needed:
-            with_flags = f"with --num-envs {args.num_envs} and --n-step {args.n_step}"
-            return f"{flag(name)} is {getattr(args, name)}; it must be at least {needed} {with_flags}"
+    for name in replay_buffers(args):
+        size = getattr(args, name)
+        if size // args.num_envs * args.num_envs < needed:
+            environments = "one environment" if args.num_envs == 1 else f"{args.num_envs} environments"
+            return f"{flag(name)} is {size}; {environments} and --n-step {args.n_step} need at least {needed}"
+    if args.total_timesteps == 0 or args.resume is not None:  # a smaller number ends the training of a resumed run
+        return None
     # Updates start at the first multiple of num_envs that reaches learning_starts and n_step + 1 steps per environment.
     first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
     last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
-    if last and last // args.train_frequency <= first // args.train_frequency:
-        flags = [f"{flag(name)} {getattr(args, name)}" for name in ("learning_starts", "train_frequency", "num_envs")]
-        return f"--total-timesteps {args.total_timesteps} ends before the first update ({', '.join(flags)}); raise it"
+    if last // args.train_frequency <= first // args.train_frequency:
+        start = "learning_starts" if args.learning_starts > args.n_step else "n_step"
+        lower = f"lower {flag(start)} ({getattr(args, start)}) or --train-frequency ({args.train_frequency})"
+        return f"--total-timesteps {args.total_timesteps} ends before the first update; raise it, or {lower}"
     return None
 
 
@@ -84,11 +92,15 @@ def check_memory(args: Any, one_step: Any, device: Any) -> None:
     The teacher's replay buffer and the student's never exist at once.
     """
     available = available_memory(device)
+    step_bytes = sum(array.nbytes for array in one_step) / args.num_envs
+    # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
+    # layers come on top; they depend on the network.
+    transition_bytes = 2 * STACK * one_step.frame.nbytes / args.num_envs * (1 + 4)
     # The updates of one step of all environments sample their batches at once.
-    batch = math.ceil(args.num_envs / args.train_frequency) * args.batch_size * ACTIVATION_BYTES
+    batch = math.ceil(args.num_envs / args.train_frequency) * args.batch_size * transition_bytes
     sizes = {"batch_size": batch}
-    for name in (name for name, phase in BUFFERS.items() if getattr(args, phase, 0)):
-        sizes[name] = batch + getattr(args, name) * sum(array.nbytes for array in one_step) / args.num_envs
+    for name in replay_buffers(args):
+        sizes[name] = batch + getattr(args, name) * step_bytes
     for name, size in sizes.items():
         if size > available:
             needs = f"{flag(name)} {getattr(args, name):,} needs {size / 1e9:.2f} GB of memory"

@@ -795,11 +795,11 @@ def test_finished_training_has_no_more_steps(
         resume(qdagger, run_dir, "--total-timesteps", 999)
 
 
-@pytest.mark.parametrize("script", [qdagger, qdagger_jax])
-def test_training_that_is_ended(script: Any, teacher: Path, evaluations: list[str]) -> None:
-    """The student of the online phase is evaluated also if --total-timesteps is now below its steps."""
+@pytest.mark.parametrize(("script", "steps"), [(qdagger, 10), (qdagger_jax, 0)])
+def test_training_that_is_ended(script: Any, steps: int, teacher: Path, evaluations: list[str]) -> None:
+    """The student is evaluated also if --total-timesteps is now below its steps, and below --learning-starts."""
     run_dir = stop(script, args_of(script, teacher, offline_steps=1), online_step=120)
-    resume(script, run_dir, "--total-timesteps", 0)
+    resume(script, run_dir, "--total-timesteps", steps)
     assert evaluations[-1] == "online"
 
 
@@ -858,6 +858,15 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags, "--offline-steps=100000"]
     ignore_hangups = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
+    """Notebooks and Ray may call main in a thread, where Python has no signal handlers; checkpoints are saved."""
+    with ThreadPoolExecutor() as executor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "finish", Checkpoint.close)
+        executor.submit(qdagger.main, args_of(qdagger, teacher)).result()
+    resume(qdagger, only(Path("runs").iterdir()))
+    assert evaluations == EVALUATIONS
+
+
     process = subprocess.Popen([*command, "--checkpoint-minutes=0.001"], preexec_fn=ignore_hangups, **options)
     wait_for(lambda: newest_number(tmp_path) > 4, process)
     process.send_signal(signal.SIGHUP)

@@ -227,8 +227,8 @@ def test_tracking(full_run: FinishedRun) -> None:
     wandb_id, curves, points = (full_run.run_dir / "wandb_id").read_text(), full_run.scalars, {}
     files = sorted(full_run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert [path.stem for path in files] == [f"run-{wandb_id}"] * (2 if full_run.script == STUDENT else 1)
-    for data in itertools.chain(*map(wandb_records, files)):
     assert (wandb_id == SWEEP_RUN) == (full_run.script == STUDENT)
+    for data in itertools.chain(*map(wandb_records, files)):
         record = proto.Record.FromString(data)
         if record.HasField("run"):
             assert record.run.project == ("of-sweep" if full_run.script == STUDENT else "cleanRL")
@@ -410,7 +410,7 @@ def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
             assert check_args(args) == dataclasses.replace(args, num_envs=fitting[0])
             assert bool(out.getvalue()) == (fitting[0] != args.num_envs)
         else:
-            with pytest.raises(UserError, match="--num-envs 1"):
+            with pytest.raises(UserError, match=r"one environment|before the first update"):
                 check_args(args)
 
 
@@ -470,14 +470,16 @@ def test_value_out_of_range(name: str, values: list, teacher: Path) -> None:
     [
         ({"learning_starts": 60}, ("--learning-starts", "--total-timesteps")),
         ({"train_frequency": 61}, ("--train-frequency", "--total-timesteps")),
-        ({"buffer_size": 5}, ("--buffer-size", "--num-envs 1", "at least 6")),
+        ({"learning_starts": 80_000}, ("ends before the first update; raise it, or lower --learning-starts (80000)",)),
+        ({"n_step": 80, "buffer_size": 100, "teacher_steps": 100}, ("raise it, or lower --n-step (80)",)),
+        ({"buffer_size": 5}, ("--buffer-size is 5; one environment and --n-step 1 need at least 6",)),
         ({"teacher_steps": 5}, ("--teacher-steps", "at least 6")),
-        ({"upload_model": True}, ("--upload-model", "--save-model")),
+        ({"upload_model": True, "save_model": False}, ("--upload-model", "--no-save-model")),
         ({"final_learning_rate": 1e-5, "distill_coefficient": 0.0}, ("--final-learning-rate", "--distill-coefficient")),
         ({"buffer_size": 10**10}, ("--buffer-size", "GB", "10,000,000,000")),
         ({"teacher_steps": 10**10}, ("--teacher-steps", "GB", "10,000,000,000")),
         ({"batch_size": 3_000_000}, ("--batch-size", "GB", "3,000,000")),
-        ({"batch_size": 9000, "num_envs": 6, "train_frequency": 1}, ("--batch-size", "needs 108.00 GB")),
+        ({"batch_size": 10**6, "num_envs": 6, "train_frequency": 1}, ("--batch-size", "needs 1693.44 GB")),
         ({"exp_name": "a/b"}, ("--exp-name",)),
         ({"exp_name": "字" * 90}, ("--exp-name",)),
         ({"env_id": "Klaxx"}, ("--env-id 'Klaxx'", "NoFrameskip-v4")),
@@ -520,9 +522,6 @@ def test_missing_package(module: str, flag: str, teacher: Path, monkeypatch: pyt
     assert_refused(twin(args, dqn_atari), module, "pip install")
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "word"),
-    [
 @pytest.mark.parametrize(("project", "mode", "word"), [("cleanRL", "ofline", "mode"), ("a/b", "offline", "project")])
 def test_wrong_settings_of_wandb(project: str, mode: str, word: str, tmp_path: Path) -> None:
     """They end in one line and leave no run directory."""
@@ -533,6 +532,9 @@ def test_wrong_settings_of_wandb(project: str, mode: str, word: str, tmp_path: P
     assert not list((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "word"),
+    [
         (STUDENT, f"--env-id {GAME} --buffer-size 1000 --teacher-policy-hf-repo x/y --teacher-steps 1000", "x/y"),
         (DQN_JAX, f"--env-id {GAME}", "runs"),
     ],
@@ -547,17 +549,6 @@ def test_wrong_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Pa
     assert word in result.stderr
 
 
-def test_output_that_cannot_be_printed() -> None:
-    """Neither characters that the encoding lacks nor a reader that is gone end in a traceback."""
-    lines = "for i in range(100_000): print('λ ±', i)"
-    code = f"from cleanrl_utils.errors import one_line_errors\nwith one_line_errors():\n    {lines}"
-    environ = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONIOENCODING": "ascii"}
-    options = {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", code], **options)
-    assert process.stdout.readline() == "? ? 0\n"
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(60) == 141
 def test_streams_that_are_closed() -> None:
     """A shell can close the standard streams, and libraries use them nevertheless."""
     use = "print(sys.stdin.read()); sys.stderr.write('±'); assert open('file', 'w').fileno() > 2"
@@ -572,3 +563,14 @@ def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> Non
     assert capsys.readouterr().err.startswith("error: runs/a.tmp could not be opened or written (Read-only file")
 
 
+def test_output_that_cannot_be_printed() -> None:
+    """Neither characters that the encoding lacks nor a reader that is gone end in a traceback."""
+    lines = "for i in range(100_000): print('λ ±', i)"
+    code = f"from cleanrl_utils.errors import one_line_errors\nwith one_line_errors():\n    {lines}"
+    environ = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONIOENCODING": "ascii"}
+    options = {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code], **options)
+    assert process.stdout.readline() == "? ? 0\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 141
