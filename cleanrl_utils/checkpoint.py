@@ -19,6 +19,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 import weakref
 import zipfile
@@ -105,22 +106,24 @@ class Checkpoint:
         self._last_save = time.monotonic()
         self._signal: signal.Signals | None = None
         self._handlers: dict[int, Any] = {}
-        for number in SIGNALS if args.checkpoint_minutes else ():
-            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                self._handlers[number] = signal.signal(number, self._on_signal)
 
     def restore(self, progress: T, modules: dict[str, Any]) -> T:
-        """Restore the modules of a resumed run, JAX's as new trees in ``modules``; return its progress."""
-        if self._loaded is None:
-            return progress
-        with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
-            for name, module in modules.items():
-                was, now = self._loaded["parts"][name], type(module).__name__
-                if was != now:
-                    raise ValueError(f"{name} was {was}, now it is {now}")
-                modules[name] = load(module, self._parts[name])
-            check_types(self._loaded["progress"], type(progress))
-            return type(progress)(**self._loaded["progress"])
+        """Restore the modules of a resumed run, JAX's as new trees in ``modules``; return its progress.
+
+        From here on signals are handled. Before, they end the process at once, for example where W&B asks for a login.
+        """
+        if self._loaded is not None:
+            with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
+                for name, module in modules.items():
+                    was = self._loaded["parts"][name]
+                    now = type(module).__name__
+                    if was != now:
+                        raise ValueError(f"{name} was {was}, now it is {now}")
+                    modules[name] = load(module, self._parts[name])
+                check_types(self._loaded["progress"], type(progress))
+                progress = type(progress)(**self._loaded["progress"])
+        self._handle_signals()
+        return progress
 
     def restore_replay(self, replay: Any) -> None:
         """Fill ``replay`` with the replay buffer of the checkpoint; raise a UserError if it has none that fits."""
@@ -202,6 +205,13 @@ class Checkpoint:
         command = ["python", os.path.relpath(script_of(self.args)), "--resume", str(self.run_dir)]
         command += ["--upload-model", "--hf-entity", self.args.hf_entity] if self.args.upload_model else []
         return f"resume with: {shlex.join(command)}"
+
+    def _handle_signals(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python has no handlers in others
+        if self.args.checkpoint_minutes and in_main_thread:
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                    self._handlers[number] = signal.signal(number, self._on_signal)
 
     def _write(self, progress: Any, modules: dict[str, Any], parts: dict[str, bytes], replay: Any) -> None:
         if not self.directory.is_dir():

@@ -19,6 +19,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
@@ -759,6 +760,9 @@ def stopped(evaluations: list[str], teacher: Path) -> Path:
 
 def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
     """They are those of the run, except those of an upload; some may change; a repeated one contradicts nothing."""
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it would not end a login at W&B, which comes first"
+        checkpoint.restore(Progress(), {})
+        assert signal.getsignal(signal.SIGTERM) == checkpoint._on_signal
     flags, was = ["--resume", str(stopped)], vars(args_of(qdagger, teacher, offline_steps=1))
     assert vars(parse_args(qdagger.Args, flags)) == was | {"resume": str(stopped)}
     changes = {"total_timesteps": 999, "buffer_size": 999, "save_model": False, "batch_size": 2}
@@ -766,6 +770,7 @@ def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
     assert vars(parse_args(qdagger.Args, flags)) == was | changes | {"resume": str(stopped)}
     for contradiction, words in (
         ("--batch-size 32", "--batch-size is 32 .* 2"),  # the default, but given
+        checkpoint.restore(Progress(), {})
         ("--env_id PongNoFrameskip-v4", "--env-id is .Pong.* .Klax"),
         ("--no-bf16", "--bf16 is False .* True"),
     ):
@@ -853,11 +858,6 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     flags = [f"--{name}={value}" for name, value in dataclasses.asdict(tiny(teacher)).items() if name in (
         "env_id", "teacher_policy_hf_repo", "num_envs", "buffer_size", "learning_starts", "batch_size", "end_e",
         "teacher_steps", "teacher_eval_episodes",
-    )]  # fmt: skip
-    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags, "--offline-steps=100000"]
-    ignore_hangups = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
 def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
     """Notebooks and Ray may call main in a thread, where Python has no signal handlers; checkpoints are saved."""
     with ThreadPoolExecutor() as executor, pytest.MonkeyPatch.context() as patch:
@@ -867,6 +867,11 @@ def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
     assert evaluations == EVALUATIONS
 
 
+    )]  # fmt: skip
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags, "--offline-steps=100000"]
+    ignore_hangups = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     process = subprocess.Popen([*command, "--checkpoint-minutes=0.001"], preexec_fn=ignore_hangups, **options)
     wait_for(lambda: newest_number(tmp_path) > 4, process)
     process.send_signal(signal.SIGHUP)
