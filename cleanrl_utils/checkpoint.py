@@ -313,17 +313,20 @@ def check_types(values: dict[str, Any], dataclass: type) -> None:
 
 def dump(module: Any, name: str) -> bytes:
     """Serialise the state of a module; raise FloatingPointError if it has a weight that is NaN or infinite."""
-    if isinstance(module, np.random.Generator | Writer):
-        state = module.state_dict() if isinstance(module, Writer) else module.bit_generator.state
-        return json.dumps(state).encode()
-    if hasattr(module, "state_dict") or hasattr(module, "get_state"):
+    if isinstance(module, np.random.Generator):
+        return json.dumps(module.bit_generator.state).encode()
+    if isinstance(module, Writer):
+        return json.dumps(module.state_dict()).encode()
+    if is_torch(module):
         import torch
 
-        state = module.get_state() if hasattr(module, "get_state") else module.state_dict()
-        for key, value in state.items() if isinstance(module, torch.nn.Module) else ():
-            if not torch.isfinite(value).all():
-                raise FloatingPointError(f"{name} {key} is NaN or infinite")
-        torch.save(state, file := io.BytesIO())
+        state = module.get_state() if isinstance(module, torch.Generator) else module.state_dict()
+        if isinstance(module, torch.nn.Module):
+            for key, value in state.items():
+                if not torch.isfinite(value).all():
+                    raise FloatingPointError(f"{name} {key} is NaN or infinite")
+        file = io.BytesIO()
+        torch.save(state, file)
         return file.getvalue()
     import jax
     from flax.serialization import msgpack_serialize, to_state_dict
@@ -335,12 +338,12 @@ def dump(module: Any, name: str) -> bytes:
 
 
 def load(module: Any, data: bytes) -> Any:
-    """Restore the state that :func:`dump` serialised; return the module, a new tree for JAX."""
+    """Restore the state that :func:`dump` serialised; return the module, for JAX a new tree of arrays."""
     if isinstance(module, np.random.Generator):
         module.bit_generator.state = json.loads(data)
     elif isinstance(module, Writer):
         module.load_state_dict(json.loads(data))
-    elif hasattr(module, "state_dict") or hasattr(module, "get_state"):
+    elif is_torch(module):
         import torch
 
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -358,13 +361,20 @@ def load(module: Any, data: bytes) -> Any:
         for old, new in zip(jax.tree.leaves(module), jax.tree.leaves(tree), strict=True):
             if old.shape != new.shape:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
-        return tree
+        return jax.tree.map(jax.numpy.asarray, tree)  # NumPy's would be copied to the GPU at each use
     return module
+
+
+def is_torch(value: Any) -> bool:
+    """Return whether ``value`` is of PyTorch, which a script of JAX has not imported."""
+    torch = sys.modules.get("torch")
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, torch.Tensor) if torch else ()
+    return isinstance(value, kinds)
 
 
 def read_ring(array: Any, low: int, high: int) -> np.ndarray:
     """Return slots ``[low, high)`` of an array of PyTorch or JAX."""
-    if hasattr(array, "cpu"):
+    if is_torch(array):
         return array[low:high].cpu().numpy()
     from jax.lax import dynamic_slice_in_dim  # compiled once per number of slots; an index compiles for each slot
 
@@ -373,7 +383,7 @@ def read_ring(array: Any, low: int, high: int) -> np.ndarray:
 
 def write_ring(replay: Any, low: int, values: Sequence[np.ndarray]) -> None:
     """Write arrays (steps, num_envs, …), one for each of the ring, to its slots from ``low`` on."""
-    if hasattr(replay.ring[0], "copy_"):
+    if is_torch(replay.ring[0]):
         import torch
 
         for array, value in zip(replay.ring, values, strict=True):
@@ -383,5 +393,5 @@ def write_ring(replay: Any, low: int, values: Sequence[np.ndarray]) -> None:
 
         # Donated, so that no array exists twice.
         write = jax.jit(jax.lax.dynamic_update_slice_in_dim, donate_argnums=0, static_argnums=3)
-        pairs = zip(replay.ring, values, strict=True)
-        replay.ring = type(replay.ring)(*(write(array, value, low, 0) for array, value in pairs))
+        arrays = [write(array, value, low, 0) for array, value in zip(replay.ring, values, strict=True)]
+        replay.ring = type(replay.ring)(*arrays)

@@ -120,6 +120,7 @@ def assert_newest(run_dir: Path, number: int, steps: int, length: int = 10) -> N
         np.testing.assert_array_equal(modules["params"]["layer"], number)
         assert replay.steps_added == steps
         np.testing.assert_array_equal(replay.age, expected.age)
+        assert isinstance(modules["params"]["layer"], jax.Array), "it is copied to the device at each use"
         assert all(torch.equal(array, other) for array, other in zip(replay.ring, expected.ring, strict=True))
 
 
