@@ -15,8 +15,8 @@ import fcntl
 import io
 import json
 import os
+import re
 import shlex
-import shutil
 import signal
 import sys
 import threading
@@ -25,7 +25,7 @@ import weakref
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, BinaryIO, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
 
 import numpy as np
@@ -45,6 +45,8 @@ MAY_CHANGE = (  # flags that may have another value in a resumed run
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 USE_THE_SAME = "resume it with the script and packages that started it"
+LOCK = ".lock"  # in the run directory
+CHECKPOINT_FILE = re.compile(r"(\d+\.state|\d+-\d+-[0-9a-f]{8}\.replay)(\.tmp)?")
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
 
@@ -69,7 +71,9 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
         check_types(flags, args_class)
         # Now every difference was given on the command line.
         args = check_args(tyro.cli(args_class, default=args_class(**flags), args=argv))
-    may_change = MAY_CHANGE.split() + ["buffer_size"] * (state["progress"].get("online_step") == 0)  # not yet made
+    may_change = MAY_CHANGE.split()
+    if state["progress"].get("online_step") == 0:  # the online replay buffer is not yet made
+        may_change.append("buffer_size")
     for name, was in flags.items():
         if getattr(args, name) != was and name not in may_change:
             found = f"{flag(name)} is {getattr(args, name)!r:.60} and {args.resume} was started with {was!r:.60}"
@@ -89,13 +93,14 @@ class Checkpoint:
     """
 
     def __init__(self, args: Any):
-        self.args, self.run_dir = args, make_run_dir(args) if args.resume is None else Path(args.resume)
+        self.args = args
+        self.run_dir = make_run_dir(args) if args.resume is None else Path(args.resume)
         self.directory = self.run_dir / "checkpoint"
-        self._lock: int | None = lock_directory(self.run_dir)
+        self._lock: BinaryIO | None = lock_run(self.run_dir)
         self._number = 0
         self._kept: list[set[str]] = []  # files of the newest checkpoint and of the one before
         self._segments: list[Segment] = []
-        self._saved_replay: Any = lambda: None  # a weak reference to the replay buffer that the segments are of
+        self._saved_replay: weakref.ref | None = None  # the replay buffer that the segments are of
         self._loaded: dict[str, Any] | None = None
         if args.resume is not None:
             self._number, self._loaded, self._parts = load_checkpoint(self.run_dir, script_of(args).stem, True)
@@ -137,7 +142,8 @@ class Checkpoint:
             replay.steps_added = int(self._loaded["replay"]["steps_added"])
             replay.age[:] = self._loaded["replay"]["age"]
         # The newest step may still change (`Replay.truncate_episodes`), so its segment is written again.
-        self._segments, self._saved_replay = self._segments[:-1], weakref.ref(replay)
+        self._segments = self._segments[:-1]
+        self._saved_replay = weakref.ref(replay)
 
     def save(self, progress: Any, modules: dict[str, Any], replay: Any = None) -> None:
         """Write a checkpoint, of ``replay`` only the steps since the last one.
@@ -145,9 +151,10 @@ class Checkpoint:
         Raises:
             UserError: a module holds NaN or infinity, which is never saved; or the disk is full.
         """
-        resume, unwritten = self._how_to_resume(), f"a checkpoint can't be written to {self.directory}"
+        resume = self._how_to_resume()
+        unwritten = f"a checkpoint can't be written to {self.directory}"
         try:
-            with user_errors(unwritten, f"make room, then {resume}", OSError):
+            with user_errors(unwritten, f"make room or allow it, then {resume}", OSError):
                 with user_errors("the training diverged", f"lower --learning-rate or {resume}", FloatingPointError):
                     parts = {name: dump(module, name) for name, module in modules.items()}
                 if self.args.checkpoint_minutes:
@@ -177,7 +184,14 @@ class Checkpoint:
         with contextlib.suppress(OSError, ValueError, TypeError):
             fields = dict(json.loads((self.run_dir / "progress.json").read_bytes()))
         write_progress(self.run_dir, fields | {"finished": True})
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._kept = []
+        self._delete_unneeded()
+        with contextlib.suppress(OSError):  # the directory was never made, or has other files
+            (self.run_dir / LOCK).unlink()
+            if self.directory.is_symlink():
+                self.directory.unlink()
+            else:
+                self.directory.rmdir()
         self.close()
 
     def restore_signals(self) -> None:
@@ -189,8 +203,15 @@ class Checkpoint:
         """Restore the signal handlers and release the run directory."""
         self.restore_signals()
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
+
+    def _handle_signals(self) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python has no handlers in others
+        if self.args.checkpoint_minutes and in_main_thread:
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                    self._handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._signal is None:  # further signals are ignored: one may arrive while a checkpoint is written
@@ -206,44 +227,57 @@ class Checkpoint:
         command += ["--upload-model", "--hf-entity", self.args.hf_entity] if self.args.upload_model else []
         return f"resume with: {shlex.join(command)}"
 
-    def _handle_signals(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()  # Python has no handlers in others
-        if self.args.checkpoint_minutes and in_main_thread:
-            for number in SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                    self._handlers[number] = signal.signal(number, self._on_signal)
-
     def _write(self, progress: Any, modules: dict[str, Any], parts: dict[str, bytes], replay: Any) -> None:
+        """Write segments and state of the next checkpoint, and delete the files that are not needed any more."""
         if not self.directory.is_dir():
             self.directory.mkdir()
             sync_directory(self.run_dir)
-        segments: list[Segment] = []
+        name = f"{self._number + 1:06d}.state"
         try:
+            segments = [] if replay is None else self._write_replay(replay)
+            state = {
+                "script": script_of(self.args).stem,
+                "flags": dataclasses.asdict(self.args),
+                "progress": dataclasses.asdict(progress),
+                "parts": {part: type(module).__name__ for part, module in modules.items()},
+                "segments": segments,
+                "replay": None,
+            }
             if replay is not None:
-                oldest = max(replay.steps_added - replay.length, 0)
-                if replay is self._saved_replay():
-                    segments = [segment for segment in self._segments if segment.high > oldest]
-                while (step := segments[-1].high if segments else oldest) < replay.steps_added:
-                    segments.append(self._write_segment(replay, step))
-            state = {"script": script_of(self.args).stem, "segments": segments, "replay": None}
-            state |= {"flags": dataclasses.asdict(self.args), "progress": dataclasses.asdict(progress)}
-            state["parts"] = {name: type(module).__name__ for name, module in modules.items()}
-            if replay is not None:
-                members = [f"{name}.npy" for name in replay.ring._fields]
+                members = [f"{array}.npy" for array in replay.ring._fields]
                 state["replay"] = {"steps_added": replay.steps_added, "age": replay.age.tolist(), "members": members}
-            name = f"{self._number + 1:06d}.state"
             with atomic_write(self.directory / name) as file, zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("state.json", json.dumps(state))
                 for part, data in parts.items():
                     archive.writestr(part, data)
-            self._number, self._segments = self._number + 1, segments
-            self._saved_replay = (lambda: None) if replay is None else weakref.ref(replay)
-            self._kept = [{name, *(segment.file for segment in segments)}, *self._kept[:1]]
+            self._number += 1
+            self._segments = segments
+            self._saved_replay = None if replay is None else weakref.ref(replay)
+            files = {name, *(segment.file for segment in segments)}
+            self._kept = [files, *self._kept[:1]]
         finally:
-            for path in self.directory.iterdir():
-                if not any(path.name in files for files in self._kept):
-                    with contextlib.suppress(OSError):  # a folder such as lost+found; or tried again next time
-                        path.unlink()
+            self._delete_unneeded()
+
+    def _write_replay(self, replay: Any) -> list[Segment]:
+        """Write the steps of ``replay`` that are not yet in segments; return the segments of all of its steps."""
+        oldest = max(replay.steps_added - replay.length, 0)
+        segments: list[Segment] = []
+        if self._saved_replay is not None and self._saved_replay() is replay:
+            segments = [segment for segment in self._segments if segment.high > oldest]
+        step = segments[-1].high if segments else oldest
+        while step < replay.steps_added:
+            segment = self._write_segment(replay, step)
+            segments.append(segment)
+            step = segment.high
+        return segments
+
+    def _delete_unneeded(self) -> None:
+        """Delete the files of checkpoints that are not kept, and no others: the directory may be a link."""
+        kept = set().union(*self._kept)
+        for path in self.directory.glob("*"):
+            if CHECKPOINT_FILE.fullmatch(path.name) and path.name not in kept:
+                with contextlib.suppress(OSError):  # tried again next time
+                    path.unlink()
 
     def _write_segment(self, replay: Any, step: int) -> Segment:
         """Write the steps from ``step`` on: as many as a segment may hold, none beyond the end of the ring."""
@@ -262,11 +296,7 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
 
     With ``check_replay`` the replay buffer is read as well, and a damaged checkpoint gives a warning.
     """
-    if not run_dir.is_dir():
-        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
-    for path in run_dir.rglob("*"):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise UserError(f"--resume {run_dir}: {path} is a link or a special file; a run has plain files only")
+    check_files(run_dir)
     problems = []
     for path in sorted((run_dir / "checkpoint").glob("*.state"), reverse=True):
         try:
@@ -277,38 +307,66 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
                     raise ValueError(f"{path.name} names the segment {file!r:.60}")
                 if check_replay:
                     read_zip(path.parent / file, state["replay"]["members"])
-            number, found = int(path.stem), str(state["script"])
-            state["flags"], state["progress"] = dict(state["flags"]), dict(state["progress"])
+            number = int(path.stem)
+            found = str(state["script"])
+            state["flags"] = dict(state["flags"])
+            state["progress"] = dict(state["progress"])
         except Exception as error:  # a damaged or malformed file can raise almost anything
             problems.append(f"{path.name}: {one_line(error)}")
             if check_replay:
                 print(f"WARNING: {path} is damaged ({one_line(error)}); trying the checkpoint before", file=sys.stderr)
             continue
         if found != script:
-            raise UserError(f"--resume {run_dir} is a run of {f'{found}.py'!r:.60}; resume it with that script")
+            raise UserError(f"--resume {run_dir} is a run of {found + '.py'!r:.60}; resume it with that script")
         return number, state, parts
     if problems:
         what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"
         raise UserError(f"{what}; restore the directory from a backup, or start a new run")
+    if not any(run_dir.glob("events.out.tfevents.*")):
+        raise UserError(f"--resume {run_dir}: it is not the directory of a run; give runs/{{run_name}}")
     raise UserError(f"there is no checkpoint in {run_dir}: this run is finished, or has not saved one yet")
 
 
-def lock_directory(path: Path) -> int:
-    """Lock a directory; return the file descriptor that holds the lock. UserError if another process holds it."""
-    descriptor = os.open(path, os.O_RDONLY)
+def check_files(run_dir: Path) -> None:
+    """Raise a UserError if a run directory does not exist, or if a link in it leads to a file elsewhere.
+
+    The run would write to that file, and somebody else may have made the directory. Links to directories are allowed:
+    ``checkpoint`` may be on another disk, and only files with the names of checkpoints are deleted there.
+    """
+    if not run_dir.is_dir():
+        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
+    for path in [*run_dir.iterdir(), *(run_dir / "checkpoint").glob("*")]:
+        if not path.is_dir() and (path.is_symlink() or not path.is_file()):
+            found = f"{path} is a link to a file or to nothing, or a special file"
+            raise UserError(f"--resume {run_dir}: {found}; a run has plain files, and links to directories only")
+
+
+def lock_run(run_dir: Path) -> BinaryIO:
+    """Lock a run directory; return the open file that holds the lock. UserError if another process holds it."""
+    with user_errors(f"{run_dir} can't be written", "allow it, or copy it to another folder", OSError):
+        file = (run_dir / LOCK).open("ab")  # NFS locks only files that are open for writing
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # a file system without locks raises another one
-        if isinstance(error, BlockingIOError):
-            os.close(descriptor)
-            raise UserError(f"--resume {path}: this run is still running in another process; stop it first") from error
-    return descriptor
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise UserError(f"--resume {run_dir}: this run is still running in another process; stop it first") from error
+    except OSError as error:
+        problem = f"{run_dir} can't be locked ({error.strerror})"
+        print(f"WARNING: {problem}; resume it only while no other process runs it", file=sys.stderr)
+    return file
 
 
 def check_types(values: dict[str, Any], dataclass: type) -> None:
     """Raise an error if a value does not have the type of the field of that name."""
     for name, hint in get_type_hints(dataclass).items():
         typeguard.check_type(values[name], hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
+
+
+def is_torch(value: Any) -> bool:
+    """Return whether ``value`` is of PyTorch, which a script of JAX has not imported."""
+    torch = sys.modules.get("torch")
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, torch.Tensor) if torch else ()
+    return isinstance(value, kinds)
 
 
 def dump(module: Any, name: str) -> bytes:
@@ -363,13 +421,6 @@ def load(module: Any, data: bytes) -> Any:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
         return jax.tree.map(jax.numpy.asarray, tree)  # NumPy's would be copied to the GPU at each use
     return module
-
-
-def is_torch(value: Any) -> bool:
-    """Return whether ``value`` is of PyTorch, which a script of JAX has not imported."""
-    torch = sys.modules.get("torch")
-    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Generator, torch.Tensor) if torch else ()
-    return isinstance(value, kinds)
 
 
 def read_ring(array: Any, low: int, high: int) -> np.ndarray:

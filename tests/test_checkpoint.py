@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import errno
+import fcntl
+import functools
 import io
 import itertools
 import json
@@ -17,9 +19,9 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
@@ -118,9 +120,9 @@ def assert_newest(run_dir: Path, number: int, steps: int, length: int = 10) -> N
         assert checkpoint.restore(Progress(), modules) == Progress(number)
         assert modules["rng"].random() == np.random.default_rng(number).random()
         np.testing.assert_array_equal(modules["params"]["layer"], number)
+        assert isinstance(modules["params"]["layer"], jax.Array), "it is copied to the device at each use"
         assert replay.steps_added == steps
         np.testing.assert_array_equal(replay.age, expected.age)
-        assert isinstance(modules["params"]["layer"], jax.Array), "it is copied to the device at each use"
         assert all(torch.equal(array, other) for array, other in zip(replay.ring, expected.ring, strict=True))
 
 
@@ -303,13 +305,60 @@ def test_odd_progress_file(two: Path) -> None:
     assert json.loads((two / "progress.json").read_text()) == {"finished": True}
 
 
-@pytest.mark.parametrize("kind", ["symlink_to", "fifo"])
-def test_special_files_are_refused(kind: str, two: Path, tmp_path: Path) -> None:
-    """A link or a FIFO in a run directory of somebody else is neither followed nor opened."""
-    path = two / "checkpoint" / "000003.state"
-    os.mkfifo(path) if kind == "fifo" else path.symlink_to(newest_state(two).resolve())
-    with pytest.raises(UserError, match=r"000003\.state is a link or a special file"):
+@pytest.mark.parametrize("kind", ["link", "dead link", "fifo"])
+@pytest.mark.parametrize("name", ["progress.json.tmp", "checkpoint/000003.state"])
+def test_special_files_are_refused(kind: str, name: str, two: Path, tmp_path: Path) -> None:
+    """A link to a file or a FIFO in a run directory of somebody else is neither followed nor opened."""
+    path = two / name
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / "nowhere" if kind == "dead link" else newest_state(two).resolve())
+    with pytest.raises(UserError, match=rf"{path.name} is a link to a file or to nothing, or a special file"):
         Checkpoint(Args(resume=str(two)))
+
+
+def test_links_to_directories(two: Path, tmp_path: Path) -> None:
+    """Runs and checkpoints may be on other disks. At the end, only the checkpoints are deleted there."""
+    (two / "checkpoint").rename(tmp_path / "scratch")
+    (tmp_path / "scratch" / "notes.state").touch()
+    (two / "checkpoint").symlink_to(tmp_path / "scratch")
+    Path("runs").rename("disk")
+    Path("runs").symlink_to("disk")
+    with resumed(two) as (checkpoint, replay):
+        for number in (3, 4):
+            replay.add(2)
+            save(checkpoint, number, replay)
+    assert len(list(tmp_path.glob("scratch/*[0-9].state"))) == 2
+    assert_newest(two, 4, 9)
+    with resumed(two) as (checkpoint, replay):
+        checkpoint.finish()
+    assert {path.name for path in two.iterdir()} == {"progress.json"}
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["notes.state"]
+    Checkpoint(Args()).finish()
+
+
+def test_locks_of_network_file_systems(two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """NFS locks only files that are open for writing. Where there are no locks, a warning says so."""
+    flock = fcntl.flock
+
+    def nfs_flock(file: Any, operation: int) -> None:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, operation)
+
+    def no_flock(number: int, file: Any, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    args = Args(resume=str(two))
+    monkeypatch.setattr(fcntl, "flock", nfs_flock)
+    with closing(Checkpoint(args)), pytest.raises(UserError, match="still running in another process"):
+        Checkpoint(args)
+    assert "WARNING" not in capsys.readouterr().err
+    for number in (errno.ENOLCK, errno.EOPNOTSUPP):
+        monkeypatch.setattr(fcntl, "flock", functools.partial(no_flock, number))
+        with closing(Checkpoint(args)):
+            assert re.fullmatch(rf"WARNING: {two} can't be locked \(.*\); .*\n", capsys.readouterr().err)
 
 
 def values_in(tree: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -326,7 +375,7 @@ def test_malformed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         replay, progress = CountingReplay(10), qdagger.Progress({"teacher": [1.0]}, recent_returns=[2.0])
         replay.add(5)
         checkpoint.save(progress, modules_of(0), replay)
-    monkeypatch.setattr(checkpoint_module, "lock_directory", lambda path: None)  # it ends with the process
+    monkeypatch.setattr(checkpoint_module, "lock_run", lambda path: None)  # it ends with the process
     (path,) = checkpoint.directory.glob("*.state")
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -711,6 +760,9 @@ def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(checkpoint_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(Checkpoint, "_write", write)
     with closing(Checkpoint(Args())) as checkpoint:
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it would not end a login at W&B, which comes first"
+        checkpoint.restore(Progress(), {})
+        assert signal.getsignal(signal.SIGTERM) == checkpoint._on_signal
         while now < 10_000:
             now += 1
             checkpoint.save_if_due(Progress(), {})
@@ -718,6 +770,7 @@ def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert set(np.diff(begun)) == {627}
     begun.clear()
     with closing(Checkpoint(Args(checkpoint_minutes=0))) as checkpoint:
+        checkpoint.restore(Progress(), {})
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         now += 10_000
         checkpoint.save_if_due(Progress(), {})
@@ -761,9 +814,6 @@ def stopped(evaluations: list[str], teacher: Path) -> Path:
 
 def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
     """They are those of the run, except those of an upload; some may change; a repeated one contradicts nothing."""
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it would not end a login at W&B, which comes first"
-        checkpoint.restore(Progress(), {})
-        assert signal.getsignal(signal.SIGTERM) == checkpoint._on_signal
     flags, was = ["--resume", str(stopped)], vars(args_of(qdagger, teacher, offline_steps=1))
     assert vars(parse_args(qdagger.Args, flags)) == was | {"resume": str(stopped)}
     changes = {"total_timesteps": 999, "buffer_size": 999, "save_model": False, "batch_size": 2}
@@ -771,7 +821,6 @@ def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
     assert vars(parse_args(qdagger.Args, flags)) == was | changes | {"resume": str(stopped)}
     for contradiction, words in (
         ("--batch-size 32", "--batch-size is 32 .* 2"),  # the default, but given
-        checkpoint.restore(Progress(), {})
         ("--env_id PongNoFrameskip-v4", "--env-id is .Pong.* .Klax"),
         ("--no-bf16", "--bf16 is False .* True"),
     ):
@@ -809,9 +858,18 @@ def test_training_that_is_ended(script: Any, steps: int, teacher: Path, evaluati
     assert evaluations[-1] == "online"
 
 
+def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
+    """Notebooks and Ray may call main in a thread, where Python has no signal handlers; checkpoints are saved."""
+    with ThreadPoolExecutor() as executor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "finish", Checkpoint.close)
+        executor.submit(qdagger.main, args_of(qdagger, teacher)).result()
+    resume(qdagger, only(Path("runs").iterdir()))
+    assert evaluations == EVALUATIONS
+
+
 def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
     """No run, no checkpoint, the run of another script, or a run that another process runs: one line each."""
-    for path, words in ((tmp_path / "no", "no such directory"), (tmp_path, "no checkpoint")):
+    for path, words in ((tmp_path / "no", "no such directory"), (tmp_path, "not the directory of a run")):
         with pytest.raises(UserError, match=words):
             parse_args(qdagger.Args, ["--resume", str(path)])
     with pytest.raises(UserError, match=r"qdagger_dqn_atari_impalacnn\.py"):
@@ -859,15 +917,6 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     flags = [f"--{name}={value}" for name, value in dataclasses.asdict(tiny(teacher)).items() if name in (
         "env_id", "teacher_policy_hf_repo", "num_envs", "buffer_size", "learning_starts", "batch_size", "end_e",
         "teacher_steps", "teacher_eval_episodes",
-def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
-    """Notebooks and Ray may call main in a thread, where Python has no signal handlers; checkpoints are saved."""
-    with ThreadPoolExecutor() as executor, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "finish", Checkpoint.close)
-        executor.submit(qdagger.main, args_of(qdagger, teacher)).result()
-    resume(qdagger, only(Path("runs").iterdir()))
-    assert evaluations == EVALUATIONS
-
-
     )]  # fmt: skip
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -937,7 +986,7 @@ def test_first_checkpoint_comes_before_the_first_phase(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Checkpoint, "_write", write)
     monkeypatch.setattr(AtariVectorEnv, "send", lambda *args: pytest.fail("a phase has begun"))
-    with pytest.raises(UserError, match="No space left on device; make room, then start it again"):
+    with pytest.raises(UserError, match="No space left on device; make room or allow it, then start it again"):
         script.main(args_of(script, teacher))
 
 
