@@ -372,7 +372,10 @@ def test_malformed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """A value of another type anywhere in a state is one line, or it is a valid value of its flag or counter."""
     monkeypatch.chdir(tmp_path)
     with closing(Checkpoint(tiny(checkpoint_minutes=10.0))) as checkpoint:
-        replay, progress = CountingReplay(10), qdagger.Progress({"teacher": [1.0]}, recent_returns=[2.0])
+        replay, progress = (
+            CountingReplay(10),
+            qdagger.Progress([1.0], offline_returns={"9": [1.0]}, recent_returns=[2.0]),
+        )
         replay.add(5)
         checkpoint.save(progress, modules_of(0), replay)
     monkeypatch.setattr(checkpoint_module, "lock_run", lambda path: None)  # it ends with the process
@@ -395,7 +398,9 @@ def test_malformed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 again.restore_replay(CountingReplay(10))
                 found = vars(args) | vars(again.restore(qdagger.Progress(), modules_of(0)))
             assert all(isinstance(found[name], getattr(hint, "__origin__", hint)) for name, hint in hints.items())
-            numbers = itertools.chain(found["recent_returns"], *found["evaluations"].values())
+            numbers = itertools.chain(
+                found["recent_returns"], found["teacher_returns"], *found["offline_returns"].values()
+            )
             assert all(isinstance(number, float) for number in numbers)
         except UserError as error:
             refused += len(str(error).splitlines()) == 1
@@ -550,7 +555,6 @@ def test_script_that_was_changed(saved: Any, now: Any, tmp_path: Path, monkeypat
 
 SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
 SMALL |= {"train_frequency": 10, "batch_size": 2, "target_network_frequency": 30, "warmup_updates": 120}
-SMALL |= {"save_model": True}
 EVALUATIONS = ["teacher", "random", "offline 50", "offline 100", "online"]
 
 
@@ -630,10 +634,10 @@ def whole(evaluations: list[str], teacher: Path, tmp_path_factory: pytest.TempPa
 
 WHOLE_RUNS: dict[Any, tuple[Scalars, bytes]] = {}
 STOPS = [
-    (qdagger, signal.SIGTERM, {"offline_update": 37}),
+    (qdagger, signal.SIGTERM, {"offline_update": 36}),
     (qdagger, signal.SIGKILL, {"teacher_step": 12}),  # each kill is resumed from the checkpoint before the phase
     (qdagger, signal.SIGKILL, {"online_step": 102}),
-    (qdagger_jax, signal.SIGTERM, {"offline_update": 37}),
+    (qdagger_jax, signal.SIGTERM, {"offline_update": 36}),
     (qdagger_jax, signal.SIGKILL, {"online_step": 102}),
 ]
 
@@ -659,7 +663,7 @@ def test_resumed_impala_equals_whole_run(
 ) -> None:
     """The same holds with the network of the script, in its memory layout and precision."""
     monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
-    test_resumed_run_equals_whole_run(qdagger, signal.SIGINT, {"offline_update": 37}, whole, teacher, evaluations)
+    test_resumed_run_equals_whole_run(qdagger, signal.SIGINT, {"offline_update": 36}, whole, teacher, evaluations)
 
 
 WITHIN_EPISODES = [(qdagger, {"teacher_step": 16}), (qdagger, {"online_step": 130}), (dqn_atari, {"step": 130})]
@@ -728,14 +732,14 @@ def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatc
     moved, update_target = [], qdagger.update_target
     monkeypatch.setattr(qdagger, "update_target", lambda *args: moved.append(True) or update_target(*args))
     args = args_of(qdagger, teacher, offline_steps=203, offline_eval_frequency=70, target_network_frequency=40)
-    for done in (37, 39, 40, 101, 140, 202, 203):
+    for done in (36, 38, 40, 102, 140, 202, 203):
         run_dir = stop(qdagger, args, offline_update=done)
         args = parse_args(qdagger.Args, ["--resume", str(run_dir)])
     assert len(moved) == 5
     for done in (2, 12, 200):
         stop(qdagger, args, online_step=done)
     resume(qdagger, run_dir, "--total-timesteps", 400)
-    assert len(moved) == 5 + 400 // 40
+    assert len(moved) == 5 + 1 + 400 // 40  # one at the end of the offline phase
     steps = steps_of(run_dir)
     for tag in ("loss", "q_loss", "distill_loss", "updates_per_second"):
         assert steps[f"charts/offline/{tag}"] == [100, 200], tag

@@ -72,11 +72,11 @@ def half_written() -> set[tuple[str, int]]:
 
 def phase_of(progress: dict[str, Any], args: Any) -> str:
     """Return the phase of a checkpoint."""
-    if "random" not in progress["evaluations"]:
+    if not progress["random_returns"]:
         return "teacher"
     if progress["teacher_step"] < args.teacher_steps:
         return "teacher data"
-    if f"offline {args.offline_steps}" not in progress["evaluations"]:
+    if str(args.offline_steps) not in progress["offline_returns"]:
         return "offline"
     return "online" if progress["online_step"] < args.total_timesteps else "evaluation"
 
