@@ -121,10 +121,17 @@ class QNetwork(nn.Module):
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
-    """Initialise as PyTorch does, uniformly in ±1/√fan_in."""
+    """Initialise kernels and their biases as PyTorch does, uniformly in ±1/√fan_in; other arrays as flax does."""
+
+    def init_as_flax(path: tuple[str, ...]) -> jax.Array:
+        return jax.jit(lambda key: flatten_dict(network.init(key, np.zeros((1, 4, 84, 84), np.uint8)))[path])(key)
+
     params = {}
     shapes = jax.eval_shape(network.init, key, np.zeros((1, 4, 84, 84), np.uint8))
     for layer, arrays in flatten_dict(shapes, is_leaf=lambda path, node: "kernel" in node).items():
+        if not isinstance(arrays, dict):  # an array of a layer without a kernel, such as a normalisation
+            params[layer] = init_as_flax(layer)
+            continue
         bound = np.prod(arrays["kernel"].shape[:-1]) ** -0.5
         for name, array in arrays.items():
             key, own_key = jax.random.split(key)

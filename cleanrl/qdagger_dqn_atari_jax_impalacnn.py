@@ -208,10 +208,20 @@ class TeacherNetwork(nn.Module):
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
-    """Initialise as PyTorch does, uniformly in ±1/√fan_in: with flax's biases of 0 an ImpalaCNN may collapse."""
+    """Initialise kernels and their biases as PyTorch does, and other arrays as flax does.
+
+    PyTorch's values are uniform in ±1/√fan_in. With flax's biases of 0 an ImpalaCNN may collapse.
+    """
+
+    def init_as_flax(path: tuple[str, ...]) -> jax.Array:
+        return jax.jit(lambda key: flatten_dict(network.init(key, BLANK))[path])(key)
+
     params = {}
     shapes = jax.eval_shape(network.init, key, BLANK)
     for layer, arrays in flatten_dict(shapes, is_leaf=lambda path, node: "kernel" in node).items():
+        if not isinstance(arrays, dict):  # an array of a layer without a kernel, such as a normalisation
+            params[layer] = init_as_flax(layer)
+            continue
         bound = np.prod(arrays["kernel"].shape[:-1]) ** -0.5
         for name, array in arrays.items():
             key, own_key = jax.random.split(key)
