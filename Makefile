@@ -134,7 +134,7 @@ requirements: $(VENV)/test
 	$(RUN) $(COMPILE) --constraint requirements/requirements-test.txt \
 		--extra docs --output-file requirements/requirements-docs.txt
 	for file in requirements/requirements-*.txt; do \
-		sed -e 's/+cpu$$//' -e '/^#/d' $$file > $$file.new; \
+		sed -e 's/+cpu$$//' -e '/^#/d' -e '/^$$/d' $$file > $$file.new; \
 		echo "-e ." >> $$file.new; \
 		mv $$file.new $$file; \
 	done
