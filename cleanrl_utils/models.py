@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgpack
@@ -33,15 +32,10 @@ Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: para
 Library = Literal["torch", "flax"]
 FLAX_ARRAY = 1  # flax's msgpack extension code of an array
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
-LEGACY_TORCH = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # near the start of PyTorch's files before 1.6
+OLD_TORCH = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # in the first bytes of PyTorch's files before 1.6
 MAX_BYTES = 2**30  # of a file
-STORAGES = {  # PyTorch's names of data types
-    "FloatStorage": "<f4",
-    "HalfStorage": "<f2",
-    "DoubleStorage": "<f8",
-    "IntStorage": "<i4",
-    "LongStorage": "<i8",
-}
+STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
+STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
 # Modules that hold the actual one: of torch.compile, DataParallel, FSDP, activation checkpoints and Lightning Fabric.
 WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names here; None: a layer that does not act
@@ -60,28 +54,29 @@ def model_errors(path: Path) -> AbstractContextManager[None]:
     return user_errors(f"{str(path)!r} is not a usable model", remedy)
 
 
-def read_model(path: Path, library: Library, own: Mapping[str, Any] = MappingProxyType({})) -> Arrays:
+def read_model(path: Path, library: Library, own: Mapping[str, Any] | None = None) -> Arrays:
     """Read a model file of any format; a damaged file can raise almost any exception.
 
     Args:
         path: the file.
         library: the library that names and layouts are for.
-        own: the arrays of the network that a script defines, of which names and shapes are read.
+        own: arrays with the names and shapes of the script's own network.
 
     Returns:
-        The arrays of the file, unchanged if they have the names and shapes of ``own``. Otherwise, wrappers such as
-        that of torch.compile are removed from the names, and arrays of the other library are converted. Numbers are
-        float32; only arrays of ``own`` may be integers.
+        The arrays of the file in float32. If they have the names and shapes of ``own``, names stay the same and
+        integers are allowed. Otherwise, wrappers such as that of torch.compile are removed from the names, and arrays
+        of the other library are converted.
     """
-    found, arrays = read_arrays(path)
-    if shapes(arrays) != shapes(own):
-        if found == "torch":
+    source, arrays = read_arrays(path)
+    own_shapes = shapes(own or {})
+    if shapes(arrays) != own_shapes:
+        if source == "torch":
             arrays = {unwrapped(name): array for name, array in arrays.items()}
-        if (found, library) == ("torch", "flax"):
+        if source == "torch" and library == "flax":
             arrays = flatten(torch_to_flax(arrays))
-        if (found, library) == ("flax", "torch"):
+        if source == "flax" and library == "torch":
             arrays = flax_to_torch(arrays)
-    is_own = shapes(arrays) == shapes(own)
+    is_own = shapes(arrays) == own_shapes
     return {name: as_float32(name, array, keep_integers=is_own) for name, array in arrays.items()}
 
 
@@ -112,25 +107,18 @@ def check_layers(arrays: Mapping[str, Any], num_actions: int, **networks: Mappin
 
 
 def read_arrays(path: Path) -> tuple[Library, dict[str, Any]]:
-    """Return the library that wrote a file, and its arrays under their own names or, if of others, CleanRL's names."""
+    """Read the arrays of a file under its own names, or CleanRL's for stable-baselines3; return the library as well."""
     if not path.is_file():
         raise ValueError("it is not a file" if path.exists() else "there is no such file")
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than the {MAX_BYTES:,} that a model may have")
     data = path.read_bytes()
-    if data.startswith(ZIP) or is_legacy(data):
-        library, arrays = "torch", read_torch(data)
-    else:
-        library, arrays = "flax", flatten(read_flax(data))
+    is_torch = data.startswith(ZIP) or OLD_TORCH in data[:32]
+    arrays = read_torch(data) if is_torch else flatten(read_flax(data))
     if not arrays:
         raise ValueError("it has no weights")
-    return library, arrays
-
-
-def is_legacy(data: bytes) -> bool:
-    """Return whether a file is in PyTorch's format before 1.6: pickles, of which the first is a magic number."""
-    return LEGACY_TORCH in data[:32]
+    return "torch" if is_torch else "flax", arrays
 
 
 def read_torch(data: bytes) -> dict[str, Any]:
@@ -196,7 +184,7 @@ def open_zip(data: bytes, limit: int) -> dict[str, Callable[[], bytes]]:
 
     A member is read up to the size that the archive states. Compression methods other than deflate are rejected.
     """
-    if is_legacy(data):
+    if OLD_TORCH in data[:32]:  # several pickles, the first of them a magic number
         save_again = "torch.save(torch.load(OLD, weights_only=True), NEW)"
         raise ValueError(f"it is in PyTorch's format before 1.6; save it again with its library, such as {save_again}")
     archive = zipfile.ZipFile(io.BytesIO(data))
@@ -413,9 +401,9 @@ def convert(
         is_torch = source.read_bytes().startswith(ZIP)
     if format is None:
         format = "flax" if is_torch else "torch"
-    with user_errors(f"{target} cannot be written", "give another file", OSError):
+    with user_errors(f"{str(target)!r} cannot be written", "give another file", OSError):
         if target.exists():
-            raise UserError(f"{target} exists; give another file or remove it")
+            raise UserError(f"{str(target)!r} exists; give another file or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
         if format == "flax":
             write_flax(target, params)

@@ -10,10 +10,12 @@ import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import dqn_atari
 import dqn_atari_jax
 import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import msgpack
@@ -23,7 +25,7 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import SmallFlaxNetwork
+from helpers import NUM_ACTIONS, SmallFlaxNetwork, SmallNetwork, tiny, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_update import impala, nature
@@ -84,10 +86,14 @@ SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4
 SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
 
 
+def sb3_names(weights):
+    return {SB3_DQN.get(key[:9], key[:9]) + key[9:]: array for key, array in weights.items()}
+
+
 def sb3_zip(state, action_space="Discrete", shape=(4, 84, 84), **policy_kwargs):
     """Return a file as stable-baselines3 writes it, with its DQN's names for the layers of a teacher."""
     if isinstance(state, dict):
-        state = torch_bytes({SB3_DQN.get(key[:9], key[:9]) + key[9:]: value for key, value in state.items()})
+        state = torch_bytes(sb3_names(state))
     data = {"action_space": {":type:": f"<class 'gym.spaces.{action_space}'>", "n": "6"}}
     data |= {"observation_space": {"_shape": shape}, "policy_kwargs": policy_kwargs}
     return zip_bytes({"data": json.dumps(data), "policy.pth": state, "policy.optimizer.pth": b""})
@@ -183,8 +189,8 @@ def test_convert_refuses(tmp_path):
     model, exists, new = tmp_path / "model", tmp_path / "exists", tmp_path / "exists" / "new"
     exists.write_text("hello")
     for data, target, message in (
-        (torch_bytes(WEIGHTS), exists, f"{exists} exists"),
-        (torch_bytes(WEIGHTS), new, f"{new} cannot be written"),
+        (torch_bytes(WEIGHTS), exists, f"{exists}' exists"),
+        (torch_bytes(WEIGHTS), new, f"{new}' cannot be written"),
         (torch_bytes({}), tmp_path / "empty", "it has no weights"),
         (torch_bytes(quantiles(300)), tmp_path / "empty", f"'quantile_net.quantile_net.0' {FOREIGN_LAYER}"),
         (msgpack.packb({"params": {}}), tmp_path / "empty", "it has no weights"),
@@ -199,7 +205,7 @@ def formats(weights):
     """Return the same weights in every format that is read."""
     params, flags = torch_to_flax(weights), {"env_id": "PongNoFrameskip-v4", "seed": 1, "track": False, "tag": None}
     float64 = {key: value.astype(np.float64) for key, value in weights.items()}
-    return {
+    files = {
         "torch": torch_bytes(weights),
         "flax": flax_bytes(params),
         "flax, [flags, params]": flax.serialization.to_bytes([flags, params]),
@@ -209,7 +215,11 @@ def formats(weights):
             {key.replace("network.", "network._orig_mod."): x for key, x in weights.items()}
         ),
         "flax, float64": flax_bytes(torch_to_flax(float64)),
-    } | ({"stable-baselines3": sb3_zip(weights)} if "network.9.bias" in weights else {})
+    }
+    if "network.9.bias" in weights:  # the layers of a CnnPolicy
+        in_part = {key.replace("q_net.", "q_net._orig_mod.", 1): x for key, x in sb3_names(weights).items()}
+        files |= {"stable-baselines3": sb3_zip(weights), "stable-baselines3, compiled in part": sb3_zip(in_part)}
+    return files
 
 
 @pytest.mark.parametrize("architecture", WIDTHS)
@@ -226,6 +236,95 @@ def test_every_format_is_read(architecture, tmp_path):
         network, variables, _ = qdagger_jax.load_model(path, 6, 0.5)
         assert type(network) is (qdagger_jax.QNetwork if student else qdagger_jax.TeacherNetwork)
         assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables).items())
+
+
+# ==================== the network of a changed script ====================
+
+
+class Dueling(torch.nn.Module):
+    """A dueling network with normalisations and without some biases: uint8 (B, 4, 84, 84) → float32 (B, A)."""
+
+    def __init__(self, num_actions):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(4, 4, 8, stride=8, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
+            torch.nn.Flatten(), torch.nn.LayerNorm(400),
+        )  # fmt: skip
+        self.value = torch.nn.Linear(400, 1)
+        self.advantage = torch.nn.Linear(400, num_actions)
+        self.scale = torch.tensor(255.0)  # not in the state dict
+
+    def forward(self, x):
+        hidden = self.body(x / self.scale)
+        advantage = self.advantage(hidden)
+        return (self.value(hidden) + advantage - advantage.mean(dim=1, keepdim=True)).float()
+
+
+class FlaxDueling(nn.Module):
+    """The same in flax, without a running average."""
+
+    num_actions: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(4, (8, 8), 8, padding="VALID", use_bias=False)(x.transpose(0, 2, 3, 1) / 255.0)
+        hidden = nn.LayerNorm()(nn.relu(x).reshape(len(x), -1))
+        advantage = nn.Dense(self.num_actions, name="advantage")(hidden)
+        return nn.Dense(1, name="value")(hidden) + advantage - advantage.mean(axis=1, keepdims=True)
+
+
+# A plain one has convolutional and linear layers in `self.network`, as a DQN has, and can be converted.
+OWN_NETWORKS = {"dueling": (Dueling, FlaxDueling), "plain": (SmallNetwork, SmallFlaxNetwork)}
+
+
+def save_own_network(script, path, num_actions):
+    """Save the script's own network with random weights; return its Q-function."""
+    network = script.QNetwork(num_actions)
+    if script is qdagger_jax:
+        params = script.init_params(network, jax.random.PRNGKey(3))
+        script.save_model(params, path)
+        return lambda observations: network.apply(params, observations)
+    script.save_model(network, path)
+    return torch.no_grad()(lambda observations: network(torch.from_numpy(observations)).numpy())
+
+
+@pytest.mark.parametrize("kind", OWN_NETWORKS)
+def test_own_network(kind, tmp_path, monkeypatch):
+    """Its file is read as it is by the script, and converted for the other one if its layers allow it."""
+    for script, network in zip(SCRIPTS, OWN_NETWORKS[kind], strict=True):
+        monkeypatch.setattr(script, "QNetwork", network)
+    observations = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
+    for script, other in (SCRIPTS, SCRIPTS[::-1]):
+        expected = save_own_network(script, tmp_path / "own", 6)(observations)
+        assert np.ptp(expected) > 0.01
+        network, *_, is_policy = script.load_model(tmp_path / "own", 6, 0.1)
+        assert type(network) is script.QNetwork
+        assert not is_policy
+        np.testing.assert_allclose(load_q_function(script, tmp_path / "own")[0](observations), expected, atol=1e-5)
+        if kind == "plain":
+            np.testing.assert_allclose(load_q_function(other, tmp_path / "own")[0](observations), expected, atol=1e-5)
+        else:
+            with pytest.raises(UserError, match="can't be converted between"):
+                other.load_model(tmp_path / "own", 6, 0.1)
+        (tmp_path / "published").write_bytes(torch_bytes(WEIGHTS))
+        assert type(script.load_model(tmp_path / "published", 6, 0.1)[0]) is script.TeacherNetwork
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_own_network_trains_and_teaches(script, tmp_path, no_evaluations, monkeypatch):
+    """Also in bfloat16. A file of it that torch.compile has wrapped is the same model."""
+    monkeypatch.setattr(script, "QNetwork", OWN_NETWORKS["dueling"][SCRIPTS.index(script)])
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "dqn_atari.cleanrl_model"
+    save_own_network(script, model, NUM_ACTIONS)
+    if script is qdagger:
+        state = torch.load(model, weights_only=True)
+        torch.save({f"_orig_mod.{name}": array for name, array in state.items()}, model)
+    script.main(twin(tiny(tmp_path), script))
+    (student,) = Path("runs").glob("*/*-offline-4.cleanrl_model")
+    assert type(script.load_model(student, NUM_ACTIONS, 0.1)[0]) is script.QNetwork
 
 
 # ==================== files that cannot be used ====================
@@ -258,7 +357,7 @@ def check_unusable(folder, data, *messages):
         assert message in text
         assert text.isprintable()
         assert len(text) < 500 + len(str(path))
-        assert "weights_only" not in text
+        assert "weights_only=False" not in text
 
 
 WEIGHTS = random_weights("nature")
@@ -323,6 +422,17 @@ def test_foreign_file(tmp_path):
     files += [b"", b"<!DOCTYPE html>\n", b"version https://git-lfs.github.com/spec/v1\n", b"\x81\xa1a" * 100_000]
     for data in files:
         check_unusable(tmp_path, data, "it is neither a PyTorch nor a flax model, or damaged (")
+
+
+def test_old_pytorch(tmp_path):
+    """PyTorch's format before 1.6, also inside stable-baselines3's zip; the error's remedy is right."""
+    old = torch_bytes(WEIGHTS, _use_new_zipfile_serialization=False)
+    for data in (old, sb3_zip(old)):
+        message = "it is in PyTorch's format before 1.6; save it again with its library, such as torch.save(torch.load("
+        check_unusable(tmp_path, data, message)
+    (tmp_path / "old").write_bytes(old)
+    torch.save(torch.load(tmp_path / "old", weights_only=True), tmp_path / "new")
+    assert all(np.array_equal(array, WEIGHTS[key]) for key, array in read(tmp_path / "new").items())
 
 
 def test_policies_of_another_network(tmp_path):
