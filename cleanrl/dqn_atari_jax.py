@@ -401,19 +401,20 @@ def main(args: Args) -> None:
 
             progress.step = next_step
             progress.seconds = time.perf_counter() - start_time
-            ended = np.flatnonzero(result.reset).tolist()
-            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
-                progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                # A step of its own for each environment: TensorBoard and W&B show one point per step.
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
-                writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.show_return(np.mean(progress.recent_returns))
             if times_due(global_step, next_step, 100):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+            ended = np.flatnonzero(result.reset).tolist()
+            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
+                progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
+                # increasing steps, so these come after the points of `global_step`.
+                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                writer.add_scalar("charts/episodic_length", length, global_step + env)
+                bar.show_return(np.mean(progress.recent_returns))
             checkpoint.save_if_due(progress, parts(), replay)
         del replay, update
     envs.close()

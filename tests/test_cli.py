@@ -204,7 +204,8 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
     for before, after in itertools.pairwise(weights):
         assert not np.array_equal(before["network.0.conv.weight"], after["network.0.conv.weight"])
     videos = {path.stem for path in (full_run.folder / "videos" / run_dir.name).glob("*.mp4")}
-    assert videos == ({"teacher", "offline-60", "offline-100", "online"} if script == STUDENT else set())
+    expected = {"teacher", "random", "offline-60", "offline-100", "online"} if script == STUDENT else set()
+    assert videos == expected
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
