@@ -96,8 +96,8 @@ def check_memory(args: Any, one_step: Any, device: Any) -> None:
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.
     transition_bytes = 2 * STACK * one_step.frame.nbytes / args.num_envs * (1 + 4)
-    # The updates of one step of all environments sample their batches at once.
-    batch = math.ceil(args.num_envs / args.train_frequency) * args.batch_size * transition_bytes
+    # QDagger samples the batches of up to four updates at once.
+    batch = 4 * args.batch_size * transition_bytes
     sizes = {"batch_size": batch}
     for name in replay_buffers(args):
         sizes[name] = batch + getattr(args, name) * step_bytes
