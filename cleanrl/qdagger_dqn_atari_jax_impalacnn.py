@@ -35,7 +35,7 @@ BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise netw
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 Model = tuple[nn.Module, Params, bool]  # the network, its variables, and whether it is a policy
 
-UPDATES_PER_CALL = 4  # gradient steps that are compiled into one program
+UPDATES_PER_CALL = 4  # gradient steps of one call of `update`, at most; they are compiled into one program
 LOG_EVERY = 100  # updates or environment steps
 
 
@@ -132,7 +132,7 @@ class Progress:
     # Episodic returns of evaluations; empty before them.
     teacher_returns: list[float] = field(default_factory=list)
     random_returns: list[float] = field(default_factory=list)
-    offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates
+    offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates, a string for JSON
     final_returns: list[float] = field(default_factory=list)
 
     teacher_step: int = 0  # environment steps of teacher data
@@ -244,7 +244,7 @@ def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtyp
     Args:
         path: the file.
         num_actions: the number of actions of the game.
-        temperature: the factor of a policy's logits: softmax(outputs / temperature) is then the policy.
+        temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
         dtype: the dtype of all layers but the last.
 
     Returns:
@@ -286,7 +286,7 @@ class Ring(NamedTuple):
     terminated: jax.Array  # bool (L, N), a life was lost or the episode ended
     age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
     valid: jax.Array  # bool (L, N), False for the final observation of an episode, from which no action was taken
-    teacher_q_values: jax.Array  # float32 (L, N, num_actions), computed once: a step is sampled about 8 times
+    teacher_q_values: jax.Array  # float32 (L, N, num_actions), computed once: a step is sampled often
 
 
 class Batch(NamedTuple):
@@ -424,8 +424,9 @@ def qdagger_loss(
 ) -> tuple[jax.Array, Losses]:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
-    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·)/T) ‖ softmax(Q(s,·)/T) ), with y of :func:`td_target` and
-    the temperature T
+    L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·) / temperature) ‖ softmax(Q(s,·) / temperature) )
+
+    with y of :func:`td_target`, λ = ``distill_coefficient`` and the teacher's Q-values Q_T.
     """
     q_values = apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
@@ -497,8 +498,9 @@ def anneal_distillation(
 ) -> float:
     """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
 
-    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1). If G_T ≤ G_random, it is
-    ``distill_coefficient`` while G < G_T, and otherwise 0.
+    λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
+    ``args.distill_coefficient`` before there are 10. If G_T ≤ G_random, it is ``args.distill_coefficient`` while
+    G < G_T, and otherwise 0.
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
@@ -579,7 +581,7 @@ def main(args: Args) -> None:
     args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
 
     def evaluate(name: str, q_function: Callable, episodes: int, temperature: float = 0.0) -> list[float]:
-        """Play whole episodes and return their returns."""
+        """Play whole episodes, epsilon-greedily by a network's Q-values, and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
@@ -588,7 +590,7 @@ def main(args: Args) -> None:
         return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_told)
 
     # ==================== evaluate teacher and random policy ====================
-    # A checkpoint before each evaluation: one that is interrupted starts again from there.
+    # A checkpoint is saved before each evaluation, so that a resumed run repeats an interrupted one.
     if not progress.teacher_returns:
         checkpoint.save(progress, parts())
         q_function = functools.partial(teacher_q_values_of, teacher_params)
@@ -636,7 +638,7 @@ def main(args: Args) -> None:
                     bar.show_return(episodic_return)
                 if progress.teacher_step == data_steps:
                     writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
-                    progress.seconds = 0.0
+                    progress.seconds = 0.0  # here, as a run may resume at the next phase from this checkpoint
                 checkpoint.save_if_due(progress, parts(), replay)
             checkpoint.save(progress, parts(), replay)
 
@@ -650,7 +652,7 @@ def main(args: Args) -> None:
             writer.add_scalar("charts/offline/avg_episodic_return", np.mean(returns), num_updates)
             save_model(state.params, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
-        # Nothing but gradient steps happens between two multiples of all these numbers.
+        # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
         updates_per_call = math.gcd(
             UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
         )
@@ -676,7 +678,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/offline/updates_per_second", global_step / progress.seconds, global_step)
             checkpoint.save_if_due(progress, parts(), replay)
         evaluate_offline(args.offline_steps)
-        state = update_target(state, 1.0)  # the online phase never bootstraps from an older network
+        state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
         progress.seconds = 0.0
         del replay  # before the online replay buffer is made: memory holds one of them
         checkpoint.save(progress, parts())
@@ -737,7 +739,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
             checkpoint.save_if_due(progress, parts(), replay)
-        del replay
+        del replay  # frees its memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================
