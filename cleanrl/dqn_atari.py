@@ -201,7 +201,7 @@ class Replay:
 
 
 def sample(
-    ring: Ring, low: float, high: float, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
+    ring: Ring, low: int, high: int, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
 ) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
@@ -212,7 +212,9 @@ def sample(
     t = low + (fraction * (high - low)).long()
     env = torch.randint(0, num_envs, candidates, generator=generator, device=generator.device)
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
-    return transitions_at(ring, t.gather(0, first_valid)[0], env.gather(0, first_valid)[0], n_step, gamma)
+    t = t.gather(0, first_valid)[0]
+    env = env.gather(0, first_valid)[0]
+    return transitions_at(ring, t, env, n_step, gamma)
 
 
 def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
@@ -275,7 +277,7 @@ def make_update(
     """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
     loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
-    def update(low: float, high: float) -> Losses:
+    def update(low: int, high: int) -> Losses:
         """Make a gradient step on transitions of steps [low, high); both are tensors in a CUDA graph."""
         batch = sample(ring, low, high, args.batch_size, generator, args.n_step, args.gamma)
         with autocast:
@@ -298,7 +300,9 @@ def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
-    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+    if duration <= 0:
+        return end
+    return start + (end - start) * min(step / duration, 1.0)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
@@ -326,7 +330,7 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    check_memory(args, Replay(args.num_envs, args, device).ring, device)
+    check_memory(args, Replay(args.num_envs, args, device).ring, device)  # with a ring of one step
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     optimizer = torch.optim.Adam(
@@ -395,7 +399,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
             checkpoint.save_if_due(progress, parts, replay)
-        del replay, update
+        del replay, update  # frees their memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================

@@ -127,8 +127,8 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
         return jax.jit(lambda key: flatten_dict(network.init(key, np.zeros((1, 4, 84, 84), np.uint8)))[path])(key)
 
     params = {}
-    shapes = jax.eval_shape(network.init, key, np.zeros((1, 4, 84, 84), np.uint8))
-    for layer, arrays in flatten_dict(shapes, is_leaf=lambda path, node: "kernel" in node).items():
+    variables = jax.eval_shape(network.init, key, np.zeros((1, 4, 84, 84), np.uint8))  # shapes and dtypes only
+    for layer, arrays in flatten_dict(variables, is_leaf=lambda path, node: "kernel" in node).items():
         if not isinstance(arrays, dict):  # an array of a layer without a kernel, such as a normalisation
             params[layer] = init_as_flax(layer)
             continue
@@ -187,7 +187,7 @@ class Replay:
     def add(self, observation: jax.Array, action: np.ndarray, result: Step) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
         step = Ring(
-            frame=observation,
+            frame=observation,  # `write_step`, which is compiled, takes the newest frame
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
@@ -322,7 +322,9 @@ def update_target(state: TrainState, tau: float) -> TrainState:
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
-    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+    if duration <= 0:
+        return end
+    return start + (end - start) * min(step / duration, 1.0)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator) -> np.ndarray:
@@ -346,7 +348,7 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    check_memory(args, Replay(args.num_envs, args).ring, jax.devices()[0])
+    check_memory(args, Replay(args.num_envs, args).ring, jax.devices()[0])  # with a ring of one step
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
@@ -416,7 +418,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
             checkpoint.save_if_due(progress, parts(), replay)
-        del replay, update
+        del replay  # frees its memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================

@@ -345,7 +345,7 @@ class Replay:
 
 
 def sample(
-    ring: Ring, low: float, high: float, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
+    ring: Ring, low: int, high: int, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
 ) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
@@ -356,7 +356,9 @@ def sample(
     t = low + (fraction * (high - low)).long()
     env = torch.randint(0, num_envs, candidates, generator=generator, device=generator.device)
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
-    return transitions_at(ring, t.gather(0, first_valid)[0], env.gather(0, first_valid)[0], n_step, gamma)
+    t = t.gather(0, first_valid)[0]
+    env = env.gather(0, first_valid)[0]
+    return transitions_at(ring, t, env, n_step, gamma)
 
 
 def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
@@ -435,16 +437,17 @@ def make_update(
     """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
-    def update(low: float, high: float, distill_coefficient: float, *learning_rates: float) -> Losses:
+    def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
-        all_steps = len(learning_rates) * args.batch_size
-        batches = sample(ring, low, high, all_steps, generator, args.n_step, args.gamma)
+        num_transitions = len(learning_rates) * args.batch_size
+        batches = sample(ring, low, high, num_transitions, generator, args.n_step, args.gamma)
         with autocast:
-            targets = td_target(target_network, batches)  # of all gradient steps at once, which takes less time
+            # The targets of all gradient steps at once take less time.
+            targets = td_target(target_network, batches)
         for i, learning_rate in enumerate(learning_rates):
             rows = slice(i * args.batch_size, (i + 1) * args.batch_size)
             batch = Batch(*(array[rows] for array in batches))
-            optimizer.param_groups[0]["lr"] = learning_rate  # a tensor in a CUDA graph, as all arguments are
+            optimizer.param_groups[0]["lr"] = learning_rate  # in a CUDA graph a tensor
             with autocast:
                 losses = loss_function(q_network, targets[rows], batch, distill_coefficient, args.temperature)
             optimizer.zero_grad()
@@ -496,19 +499,21 @@ def anneal_distillation(
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
-    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+    if duration <= 0:
+        return end
+    return start + (end - start) * min(step / duration, 1.0)
 
 
 def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
-    # Online, the rate follows λ: from the online rate at the full weight to the final rate at 0.
+    # The offline phase anneals to the online rate. Later the rate follows λ, down to the final rate at λ = 0.
     online_rate = args.online_learning_rate or args.learning_rate
     final_rate = args.final_learning_rate or online_rate
     share = distill_coefficient / args.distill_coefficient if args.distill_coefficient > 0 else 1.0
-    rate = final_rate + (online_rate - final_rate) * share
-    # Offline, it is annealed to the online rate.
-    rate = linear_schedule(args.learning_rate, rate, args.offline_steps, update)
-    return rate * linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
+    rate_at_coefficient = final_rate + (online_rate - final_rate) * share
+    rate = linear_schedule(args.learning_rate, rate_at_coefficient, args.offline_steps, update)
+    warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
+    return rate * warmup
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -548,7 +553,7 @@ def main(args: Args) -> None:
     teacher.to(device, memory_format=torch.channels_last)
     if bf16 and isinstance(teacher, TeacherNetwork):
         teacher.network[:-1].to(torch.bfloat16)  # once, since its weights are frozen
-    check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)
+    check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)  # with a ring of one step
 
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)

@@ -202,9 +202,12 @@ class TeacherNetwork(nn.Module):
         for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
         x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        outputs = LastDense(self.num_actions * max(len(self.atoms), 1))(x).reshape(len(x), self.num_actions, -1)
+        outputs = LastDense(self.num_actions * max(len(self.atoms), 1))(x)
+        if not self.atoms:
+            return outputs
         # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
-        return jnp.sum(nn.softmax(outputs) * jnp.array(self.atoms), axis=2) if self.atoms else outputs[:, :, 0]
+        probabilities = nn.softmax(outputs.reshape(len(x), self.num_actions, -1))
+        return jnp.sum(probabilities * jnp.array(self.atoms), axis=2)
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
@@ -217,8 +220,8 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
         return jax.jit(lambda key: flatten_dict(network.init(key, BLANK))[path])(key)
 
     params = {}
-    shapes = jax.eval_shape(network.init, key, BLANK)
-    for layer, arrays in flatten_dict(shapes, is_leaf=lambda path, node: "kernel" in node).items():
+    variables = jax.eval_shape(network.init, key, BLANK)  # shapes and dtypes only
+    for layer, arrays in flatten_dict(variables, is_leaf=lambda path, node: "kernel" in node).items():
         if not isinstance(arrays, dict):  # an array of a layer without a kernel, such as a normalisation
             params[layer] = init_as_flax(layer)
             continue
@@ -323,7 +326,7 @@ class Replay:
     def add(self, observation: jax.Array, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
         step = Ring(
-            frame=observation,
+            frame=observation,  # `write_step`, which is compiled, takes the newest frame
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
@@ -456,10 +459,10 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
         state: TrainState, ring: Ring, low: int, high: int, distill_coefficient: float, *learning_rates: float
     ) -> tuple[TrainState, Losses]:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
-        all_steps = len(learning_rates) * args.batch_size
+        num_transitions = len(learning_rates) * args.batch_size
         key, sample_key = jax.random.split(state.key)
-        batches = sample(ring, low, high, all_steps, sample_key, args.n_step, args.gamma)
-        # Of all gradient steps at once, which takes less time.
+        batches = sample(ring, low, high, num_transitions, sample_key, args.n_step, args.gamma)
+        # The targets of all gradient steps at once take less time.
         targets = td_target(state.target_params, batches, q_network.apply)
         params = state.params
         optimizer_state = state.optimizer_state
@@ -513,19 +516,21 @@ def anneal_distillation(
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
-    return start + (end - start) * min(step / duration, 1.0) if duration > 0 else end
+    if duration <= 0:
+        return end
+    return start + (end - start) * min(step / duration, 1.0)
 
 
 def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
-    # Online, the rate follows λ: from the online rate at the full weight to the final rate at 0.
+    # The offline phase anneals to the online rate. Later the rate follows λ, down to the final rate at λ = 0.
     online_rate = args.online_learning_rate or args.learning_rate
     final_rate = args.final_learning_rate or online_rate
     share = distill_coefficient / args.distill_coefficient if args.distill_coefficient > 0 else 1.0
-    rate = final_rate + (online_rate - final_rate) * share
-    # Offline, it is annealed to the online rate.
-    rate = linear_schedule(args.learning_rate, rate, args.offline_steps, update)
-    return rate * linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
+    rate_at_coefficient = final_rate + (online_rate - final_rate) * share
+    rate = linear_schedule(args.learning_rate, rate_at_coefficient, args.offline_steps, update)
+    warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
+    return rate * warmup
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -558,7 +563,7 @@ def main(args: Args) -> None:
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
     teacher, teacher_params, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature, dtype)
     teacher_temperature = args.temperature if teacher_is_policy else 0.0
-    check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])
+    check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])  # with a ring of one step
 
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
@@ -609,7 +614,7 @@ def main(args: Args) -> None:
     if teacher_return <= random_return:
         print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than the random policy ({random_return:.1f})")
 
-    learn = make_update(q_network, optimizer, args)
+    update = make_update(q_network, optimizer, args)
     if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
         replay = Replay(args.teacher_steps, envs.num_actions, args)
         data_steps = replay.length * args.num_envs
@@ -664,7 +669,7 @@ def main(args: Args) -> None:
                 start_time = time.perf_counter() - progress.seconds
             due = min(updates_per_call, args.offline_steps - num_updates)
             learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
-            state, losses = learn(state, replay.ring, *replay.window, args.distill_coefficient, *learning_rates)
+            state, losses = update(state, replay.ring, *replay.window, args.distill_coefficient, *learning_rates)
             global_step = num_updates + due
             if global_step % args.target_network_frequency == 0:
                 state = update_target(state, args.tau)
@@ -710,7 +715,7 @@ def main(args: Args) -> None:
                 learning_rates = [learning_rate_at(first + i, distill_coefficient, args) for i in range(due)]
                 for i in range(0, due, UPDATES_PER_CALL):
                     rates = learning_rates[i : i + UPDATES_PER_CALL]
-                    state, losses = learn(state, replay.ring, low, high, distill_coefficient, *rates)
+                    state, losses = update(state, replay.ring, low, high, distill_coefficient, *rates)
                 progress.online_update += due
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
@@ -750,9 +755,8 @@ def main(args: Args) -> None:
     if not progress.final_returns:
         if args.total_timesteps > 0 or args.offline_steps == 0:
             checkpoint.save(progress, parts())
-            progress.final_returns = evaluate(
-                "online", functools.partial(q_values_of, state.params), args.eval_episodes
-            )
+            q_function = functools.partial(q_values_of, state.params)
+            progress.final_returns = evaluate("online", q_function, args.eval_episodes)
         else:
             progress.final_returns = progress.offline_returns[str(args.offline_steps)]
         checkpoint.save(progress, parts())
