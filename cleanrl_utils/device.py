@@ -5,7 +5,6 @@ PyTorch and JAX are imported in the functions: neither is needed for the other's
 
 import contextlib
 import ctypes
-import functools
 import math
 import os
 import re
@@ -42,9 +41,10 @@ def available_memory(device: Any) -> int:
         import torch
 
         return torch.cuda.mem_get_info(device)[0] - ROOM_BESIDE_REPLAY
-    if stats := device.memory_stats() if hasattr(device, "memory_stats") else None:  # None on a CPU
-        return stats["bytes_limit"] - stats["bytes_in_use"] - ROOM_BESIDE_REPLAY
-    return available_host_memory()
+    stats = device.memory_stats() if hasattr(device, "memory_stats") else None  # of a device of JAX; None on a CPU
+    if not stats:
+        return available_host_memory()
+    return stats["bytes_limit"] - stats["bytes_in_use"] - ROOM_BESIDE_REPLAY
 
 
 def available_host_memory() -> int:
@@ -55,9 +55,9 @@ def available_host_memory() -> int:
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
             cached = dict(zip(stat[::2], stat[1::2], strict=False)).get("inactive_file", 0)
             available.append(int(limit) - int(usage) + int(cached))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        available.append(limit - psutil.Process().memory_info().vms)
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        available.append(address_space - psutil.Process().memory_info().vms)
     return min(available)
 
 
@@ -68,15 +68,29 @@ def available_cores() -> int:
         if quota.isdecimal():  # not "max" or -1
             cores.append(math.ceil(int(quota) / int(period)))
     omp = os.environ.get("OMP_NUM_THREADS", "")
-    return min(*cores, int(omp) if omp.isdecimal() and int(omp) > 0 else cores[0])
+    if omp.isdecimal() and int(omp) > 0:
+        cores.append(int(omp))
+    return min(cores)
+
+
+def cpu_name(threads: int) -> str:
+    """Return a name of the CPU with the number of threads that compute."""
+    return f"CPU with {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[list[str]]:
     """Yield the words in files of a controller, named as in each version, for this process's group and its parents."""
     groups = Path("/proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.exists() else []:
+    if not groups.exists():
+        return
+    for line in groups.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        root, names = (CGROUP / controller, version_1) if controller in controllers.split(",") else (CGROUP, version_2)
+        if controller in controllers.split(","):
+            root = CGROUP / controller
+            names = version_1
+        else:
+            root = CGROUP
+            names = version_2
         group = root / path.strip("/")
         for directory in (group, *group.parents):
             with contextlib.suppress(OSError):  # a group without limits has no such files
@@ -113,7 +127,7 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
         keep_freed_memory()
         device = torch.device("cpu")
         in_hardware = torch.cpu.get_capabilities().get("avx512_bf16", False)  # an ARM processor does not have the key
-        name = f"CPU with {threads} thread{'s' * (threads > 1)}"
+        name = cpu_name(threads)
     bf16 = bf16 and in_hardware
     print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
     return device, bf16
@@ -152,10 +166,10 @@ def download(tensor: "torch.Tensor") -> Callable[[], "np.ndarray"]:
 class CudaGraph:
     """A function that a GPU runs as one CUDA graph instead of hundreds of kernels that Python launches one by one.
 
-    The first calls run eagerly, as libraries initialise themselves in them. The next call is captured, and later ones
-    replay the graph, with the same results and random numbers of ``generator``. Arguments are numbers, which the
-    function gets as tensors, and tensors on the GPU, which are copied. The function must not synchronise with the GPU,
-    and returns tensors that later calls overwrite.
+    The first calls run eagerly, as libraries initialise themselves in them. The next call captures the graph. It and
+    all later ones replay it, with the same results and random numbers of ``generator``. Arguments are numbers, which
+    the function gets as tensors (int64 or float32), and tensors on the GPU, which are copied. The function must not
+    synchronise with the GPU, and returns tensors that later calls overwrite.
     """
 
     EAGER_CALLS = 3
@@ -203,8 +217,14 @@ class CudaGraph:
 
 def cuda_graph(function: Callable[..., Any], generator: "torch.Generator") -> Callable[..., Any]:
     """Return ``function`` as CUDA graphs, one for each number of arguments."""
-    graph = functools.cache(lambda number: CudaGraph(function, generator))
-    return lambda *inputs: graph(len(inputs))(*inputs)
+    graphs: dict[int, CudaGraph] = {}
+
+    def call(*inputs: "float | torch.Tensor") -> Any:
+        if len(inputs) not in graphs:
+            graphs[len(inputs)] = CudaGraph(function, generator)
+        return graphs[len(inputs)](*inputs)
+
+    return call
 
 
 def set_up_jax(bf16: bool) -> Any:
@@ -229,7 +249,7 @@ def set_up_jax(bf16: bool) -> Any:
     if device.platform == "cpu":
         if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
             warn_of_unused_gpu("JAX")
-        name = f"CPU with {available_cores()} thread{'s' * (available_cores() > 1)}"
+        name = cpu_name(available_cores())
     else:
         name = device.device_kind
         # Compiling takes minutes for a GPU. It takes seconds for a CPU, where code of another processor may fail.
@@ -248,6 +268,7 @@ def keep_freed_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(M_ARENA_MAX, 1)  # the arenas of other threads would be too small for XLA's work space
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that an older glibc allows
-        for parameter, value in ((M_MMAP_THRESHOLD, 2**28), (M_TRIM_THRESHOLD, 2**30), (M_TOP_PAD, 2**26)):
-            libc.mallopt(parameter, value)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that an older glibc allows: it ignores the next line
+        libc.mallopt(M_MMAP_THRESHOLD, 2**28)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        libc.mallopt(M_TOP_PAD, 2**26)

@@ -22,7 +22,7 @@ MAX_PARALLEL_EPISODES = 64
 def play_episodes(
     name: str, act: Act, episodes: int, args: Any, run_dir: Path, between: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Play whole episodes, print the mean of their unclipped returns, and return them.
+    """Play whole episodes, print statistics of their unclipped returns, and return these returns.
 
     Each episode has an environment of its own and counts whenever it ends. Counting the first ``episodes`` to end would
     over-represent short episodes. The same seed gives the same episodes.
@@ -32,7 +32,7 @@ def play_episodes(
         act: the function that chooses the actions.
         episodes: the number of episodes.
         args: flags. With ``capture_video`` one more episode is filmed.
-        run_dir: its name is that of the videos' directory.
+        run_dir: the directory of the run. Its videos go to `videos/{run_name}`.
         between: called before every step; may raise to stop.
     """
     first_seed = args.seed + 1000  # other episodes than those of the training
@@ -59,9 +59,10 @@ def play_one_episode_each(envs: AtariEnvs, act: Act, between: Callable[[], None]
     while playing.any():
         between()
         rows = np.flatnonzero(playing)
-        batch = np.resize(rows, padded_size(len(rows)))  # with repeated rows at the end
-        action = np.zeros(envs.num_envs, np.int64)
-        action[rows] = act(observation[batch])[: len(rows)]
+        padded_rows = np.resize(rows, padded_size(len(rows)))  # np.resize repeats rows at the end
+        actions = act(observation[padded_rows])
+        action = np.zeros(envs.num_envs, np.int64)  # ended episodes get any action
+        action[rows] = actions[: len(rows)]
         result = envs.step(action)
         observation = result.observation
         for env, (episodic_return, _) in zip(np.flatnonzero(result.reset), result.episodes, strict=True):
@@ -144,7 +145,7 @@ def print_next_commands(args: Any, model: Path) -> None:
     watch = ["python", "-m", "cleanrl_utils.enjoy", "--hf-repository", str(model), "--script", script]
     watch += [*game_flags(args), "--epsilon", str(args.end_e), "--capture-video"]
     print(f"watch the student:   {shlex.join(watch)}")
-    # With the sizes of this run, as a run of default size takes days on a CPU.
+    # With the sizes of this run, as a run of default size takes days on a CPU. A file needs no other name.
     same_run = dataclasses.replace(
         args, teacher_policy_hf_repo=str(model), teacher_model_exp_name=type(args).teacher_model_exp_name
     )
