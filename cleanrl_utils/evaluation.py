@@ -116,7 +116,7 @@ def print_summary(args: Any, run_dir: Path, progress: Any, distill_coefficient: 
     rows = {"teacher": progress.teacher_returns, "random policy": progress.random_returns}
     for updates, returns in progress.offline_returns.items():
         rows[f"after {int(updates):,} offline updates"] = returns
-    if args.total_timesteps > 0:
+    if args.total_timesteps > 0 or not progress.offline_returns:
         rows[f"after {args.total_timesteps:,} online steps"] = progress.final_returns
     teacher = np.mean(progress.teacher_returns)
     random = np.mean(progress.random_returns)
