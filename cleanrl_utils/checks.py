@@ -53,7 +53,8 @@ def check_args(args: Any) -> Any:
     fitting = args
     while args.resume is None and fitting.num_envs > 1 and size_problem(fitting):
         fitting = dataclasses.replace(fitting, num_envs=fitting.num_envs // 2)
-    if problem := size_problem(fitting):
+    problem = size_problem(fitting)
+    if problem:
         raise UserError(problem)
     if fitting.num_envs < args.num_envs:
         print(f"--num-envs is {fitting.num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
