@@ -69,8 +69,6 @@ def tags_of(script: Path) -> set[str]:
     """Return the tags that a script logs."""
     source = script.read_text()
     names = {
-        "charts/{name}/avg_episodic_return": ["teacher", "random"],
-        "charts/offline/{name}": re.findall(r'"(\w+)"', "".join(re.findall(r"zip\((.*), losses", source))),
         "losses/{name}": re.findall(r"^    (\w+): ", re.search(r"class Losses.*?\n\n\n", source, re.DOTALL)[0], re.M),
     }
     tags = re.findall(r'add_scalar\(\s*f?"([^"]+)"', source)

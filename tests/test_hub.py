@@ -301,8 +301,8 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game} --epsilon 0.01\n" in text
     teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
     assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
-    flags = f"{' --hf_entity lab' if entity else ''} --capture_video --full_action_space"
-    flags += " --repeat_action_probability 0.1 --no-cuda --learning_rate 0.5"
+    flags = f"{' --hf-entity lab' if entity else ''} --capture-video --full-action-space"
+    flags += " --repeat-action-probability 0.1 --no-cuda --learning-rate 0.5"
     assert f"\npython cleanrl/test_hub.py{flags}\n" in text
 
 
