@@ -6,13 +6,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 PYTEST := -m pytest --numprocesses 2 --dist loadfile
-TEACHER := teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1
-# In Breakout, ten episodes end within 10,000 steps. Only then is λ annealed. One update per 8 steps instead of 4 leaves
-# time for more steps. A large learning rate is good in the offline phase only.
+TEACHER := teachers/BreakoutNoFrameskip-v4-ppo-seed1
+# A large learning rate is good in the offline phase only, and a small one protects the policy where λ is 0. In Breakout,
+# the tenth episode ends after about 6,000 steps, where λ begins to be annealed.
 DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-step 3 --num-envs 4 \
-	--learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300 --teacher-steps 20000 --offline-steps 500 \
-	--total-timesteps 18000 --learning-starts 1000 --train-frequency 8 --buffer-size 18000 \
-	--teacher-eval-episodes 20 --eval-episodes 20 --save-model
+	--learning-rate 1e-3 --online-learning-rate 1e-4 --final-learning-rate 1e-5 --warmup-updates 300 \
+	--teacher-steps 20000 --offline-steps 1400 --total-timesteps 10000 --learning-starts 1000 --train-frequency 16 \
+	--buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
 
 .PHONY: help demo demo-jax test test-gpu test-slurm test-newest test-lowest torture torture-jax lint benchmark \
 	benchmark-gpu docs docs-serve requirements clean

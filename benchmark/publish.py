@@ -29,7 +29,7 @@ LONGER = {
 }
 LONGEST = "1,000,000 steps, ended early"
 LABELS = {
-    "demo": "make demo (18,000 steps)",
+    "demo": "make demo (10,000 steps)",
     "qdagger_dqn_atari_impalacnn": QDAGGER,
     "qdagger_dqn_atari_impalacnn-1-step": "1-step returns",
     "qdagger_dqn_atari_impalacnn-100k": "100,000 steps",
