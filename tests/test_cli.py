@@ -185,8 +185,10 @@ def test_summary(full_run: FinishedRun) -> None:
         f"after {FULL_STEPS:,} online steps": pytest.approx(scalars["eval/episodic_return"][0][1], abs=0.06),
     }
     assert re.search(r"^  λ, the weight of the distillation loss: 2 to [012]\.\d\d$", summary, re.MULTILINE)
-    models = re.findall(r"--(?:hf-repository|teacher-policy-hf-repo) (\S+) .*--repeat-action-probability 0.25", summary)
+    models = re.findall(r"--(?:hf-repository|teacher-policy-hf-repo) (\S+)", summary)
+    assert summary.count("--repeat-action-probability 0.25") == 2
     assert "0.25 --epsilon 0.8" in summary
+    assert f"--total-timesteps {FULL_STEPS} " in summary  # the next student has the sizes of this one
     assert [full_run.folder / model for model in models] == [full_run.run_dir / f"{full_run.script}.cleanrl_model"] * 2
 
 
