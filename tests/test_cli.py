@@ -494,7 +494,7 @@ def test_value_out_of_range(name: str, values: list, teacher: Path) -> None:
         ({"buffer_size": 10**10}, ("--buffer-size", "GB", "10,000,000,000")),
         ({"teacher_steps": 10**10}, ("--teacher-steps", "GB", "10,000,000,000")),
         ({"batch_size": 3_000_000}, ("--batch-size", "GB", "3,000,000")),
-        ({"batch_size": 10**6, "num_envs": 6, "train_frequency": 1}, ("--batch-size", "needs 1693.44 GB")),
+        ({"batch_size": 10**6, "num_envs": 6, "train_frequency": 1}, ("--batch-size", "needs 1128.96 GB")),
         ({"exp_name": "a/b"}, ("--exp-name",)),
         ({"exp_name": "字" * 90}, ("--exp-name",)),
         ({"env_id": "Klaxx"}, ("--env-id 'Klaxx'", "NoFrameskip-v4")),
