@@ -25,7 +25,7 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import NUM_ACTIONS, SmallFlaxNetwork, SmallNetwork, tiny, twin
+from helpers import NUM_ACTIONS, SmallFlaxNetwork, SmallNetwork, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_update import impala, nature
@@ -284,7 +284,7 @@ def save_own_network(script, path, num_actions):
     if script is qdagger_jax:
         params = script.init_params(network, jax.random.PRNGKey(3))
         script.save_model(params, path)
-        return lambda observations: network.apply(params, observations)
+        return lambda observations: jax.jit(network.apply)(params, observations)
     script.save_model(network, path)
     return torch.no_grad()(lambda observations: network(torch.from_numpy(observations)).numpy())
 
@@ -311,20 +311,16 @@ def test_own_network(kind, tmp_path, monkeypatch):
         assert type(script.load_model(tmp_path / "published", 6, 0.1)[0]) is script.TeacherNetwork
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_own_network_trains_and_teaches(script, tmp_path, no_evaluations, monkeypatch):
+def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
     """Also in bfloat16. A file of it that torch.compile has wrapped is the same model."""
-    monkeypatch.setattr(script, "QNetwork", OWN_NETWORKS["dueling"][SCRIPTS.index(script)])
+    monkeypatch.setattr(qdagger, "QNetwork", Dueling)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.chdir(tmp_path)
-    model = tmp_path / "dqn_atari.cleanrl_model"
-    save_own_network(script, model, NUM_ACTIONS)
-    if script is qdagger:
-        state = torch.load(model, weights_only=True)
-        torch.save({f"_orig_mod.{name}": array for name, array in state.items()}, model)
-    script.main(twin(tiny(tmp_path), script))
+    state = {f"_orig_mod.{name}": array for name, array in Dueling(NUM_ACTIONS).state_dict().items()}
+    (tmp_path / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(state))
+    qdagger.main(tiny(tmp_path))
     (student,) = Path("runs").glob("*/*-offline-4.cleanrl_model")
-    assert type(script.load_model(student, NUM_ACTIONS, 0.1)[0]) is script.QNetwork
+    assert type(qdagger.load_model(student, NUM_ACTIONS, 0.1)[0]) is Dueling
 
 
 # ==================== files that cannot be used ====================
