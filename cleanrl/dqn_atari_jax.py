@@ -380,7 +380,7 @@ def main(args: Args) -> None:
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = jax.device_put(envs.reset((args.seed, progress.step)))
-        bar = writer.progress_bar("training", range(progress.step, args.total_timesteps, args.num_envs))
+        bar = writer.report_progress("training", range(progress.step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for global_step in bar:
             next_step = global_step + args.num_envs

@@ -614,7 +614,7 @@ def main(args: Args) -> None:
             if progress.teacher_step > 0:
                 replay.truncate_episodes()
             observation = upload(envs.reset((args.seed, progress.teacher_step)), device)
-            bar = writer.progress_bar("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
+            bar = writer.report_progress("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
             start_time = time.perf_counter() - progress.seconds
             for step in bar:
                 teacher_q_values = q_values_of(teacher, observation)
@@ -651,7 +651,7 @@ def main(args: Args) -> None:
             UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
         )
         start_time = time.perf_counter() - progress.seconds
-        bar = writer.progress_bar("offline", range(progress.offline_update, args.offline_steps, updates_per_call))
+        bar = writer.report_progress("offline", range(progress.offline_update, args.offline_steps, updates_per_call))
         for num_updates in bar:
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
                 evaluate_offline(num_updates)
@@ -688,7 +688,7 @@ def main(args: Args) -> None:
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = upload(envs.reset((args.seed, progress.online_step)), device)
-        bar = writer.progress_bar("online", range(progress.online_step, args.total_timesteps, args.num_envs))
+        bar = writer.report_progress("online", range(progress.online_step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for step in bar:
             global_step = args.offline_steps + step

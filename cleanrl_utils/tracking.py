@@ -111,8 +111,8 @@ class Writer:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._last_step + 1, session_log=start))
 
-    def progress_bar(self, phase: str, steps: range) -> "ProgressBar":
-        """Return an iterable over the ``steps`` that are left of a phase, with a progress bar."""
+    def report_progress(self, phase: str, steps: range) -> "ProgressBar":
+        """Return an iterable over the ``steps`` that are left of a phase, with a bar and ``progress.json``."""
         return ProgressBar(self.run_dir, phase, steps)
 
     def close(self) -> None:

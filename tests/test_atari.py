@@ -435,8 +435,11 @@ def test_film_episode(tmp_path: Path) -> None:
 def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that stands still is filmed for 200 frames: the first observation and 50 steps."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    steps = []
-    film_episode(stand_still, tmp_path / "a.mp4", flags("Pong"), lambda: steps.append(0))
+    steps, seeds = [], []
+    make = evaluation.AtariEnvs
+    monkeypatch.setattr(evaluation, "AtariEnvs", lambda *game, **images: seeds.append(game[2]) or make(*game, **images))
+    film_episode(stand_still, tmp_path / "a.mp4", flags("Pong", seed=1), lambda: steps.append(0))
+    assert set(seeds).isdisjoint({1, 1001}), "it is an episode of the training or of the evaluation"
     assert len(steps) == 51
 
 
