@@ -81,9 +81,11 @@ class Writer:
     def add_flags(self, args: Any) -> None:
         """Log the flags as a Markdown table (tab TEXT, as CleanRL does), with the command, and in the tab HPARAMS."""
         flags = vars(args) | {"command": shlex.join(["python", *sys.argv])}
-        rows = "\n".join(f"|{key}|{value}|" for key, value in flags.items())
+        # A path may have bytes that are not UTF-8, which an event file can't hold.
+        texts = {key: str(value).encode(errors="backslashreplace").decode() for key, value in flags.items()}
+        rows = "\n".join(f"|{key}|{text}|" for key, text in texts.items())
         self._add(text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"), 0)
-        values = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in flags.items()}
+        values = {key: value if isinstance(value, bool | int | float) else texts[key] for key, value in flags.items()}
         self._add(hparams_pb(values, trial_id=self.run_dir.name), 0)
 
     def _add(self, summary: Summary, step: int) -> None:
