@@ -312,13 +312,15 @@ def test_own_network(kind, tmp_path, monkeypatch):
 
 
 def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
-    """Also in bfloat16. A file of it that torch.compile has wrapped is the same model."""
+    """Also in bfloat16, from a directory of any name. A file that torch.compile has wrapped is the same model."""
     monkeypatch.setattr(qdagger, "QNetwork", Dueling)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.chdir(tmp_path)
     state = {f"_orig_mod.{name}": array for name, array in Dueling(NUM_ACTIONS).state_dict().items()}
-    (tmp_path / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(state))
-    qdagger.main(tiny(tmp_path))
+    directory = tmp_path / "two\nlines, not UTF-8: \udcff"
+    directory.mkdir()
+    (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(state))
+    qdagger.main(tiny(directory))
     (student,) = Path("runs").glob("*/*-offline-4.cleanrl_model")
     assert type(qdagger.load_model(student, NUM_ACTIONS, 0.1)[0]) is Dueling
 
