@@ -24,6 +24,8 @@ from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
 from cleanrl_utils.tracking import start_logging
 
+LOG_EVERY = 100  # environment steps
+
 
 @dataclass
 class Args:
@@ -384,7 +386,7 @@ def main(args: Args) -> None:
 
             progress.step = next_step
             progress.seconds = time.perf_counter() - start_time
-            if times_due(global_step, next_step, 100):
+            if times_due(global_step, next_step, LOG_EVERY):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:

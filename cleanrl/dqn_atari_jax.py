@@ -29,6 +29,8 @@ from cleanrl_utils.tracking import start_logging
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 
+LOG_EVERY = 100  # environment steps
+
 
 @dataclass
 class Args:
@@ -403,7 +405,7 @@ def main(args: Args) -> None:
 
             progress.step = next_step
             progress.seconds = time.perf_counter() - start_time
-            if times_due(global_step, next_step, 100):
+            if times_due(global_step, next_step, LOG_EVERY):
                 writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:

@@ -458,18 +458,19 @@ def make_update(
     return cuda_graph(update, generator) if args.cuda_graph and ring.frame.is_cuda else update
 
 
-def make_act(
+def make_q_values(
     q_network: nn.Module, teacher: nn.Module, autocast: torch.autocast, generator: torch.Generator, args: Args
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Return the function that computes the Q-values of student and teacher; on a GPU it runs as a CUDA graph."""
 
     @torch.no_grad()
-    def act(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both networks' Q-values, float32 (N, num_actions), of observations, uint8 (N, 4, 84, 84)."""
         with autocast:
             return q_network(observation), teacher(observation)
 
-    return cuda_graph(act, generator) if args.cuda_graph and generator.device.type == "cuda" else act
+    use_graph = args.cuda_graph and generator.device.type == "cuda"
+    return cuda_graph(compute_q_values, generator) if use_graph else compute_q_values
 
 
 @torch.no_grad()
@@ -552,7 +553,8 @@ def main(args: Args) -> None:
     teacher_temperature = args.temperature if teacher_is_policy else 0.0
     teacher.to(device, memory_format=torch.channels_last)
     if bf16 and isinstance(teacher, TeacherNetwork):
-        teacher.network[:-1].to(torch.bfloat16)  # once, since its weights are frozen
+        # Once, since its weights are frozen. A QNetwork keeps float32 weights, which autocast casts.
+        teacher.network[:-1].to(torch.bfloat16)
     check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)  # with a ring of one step
 
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
@@ -574,11 +576,13 @@ def main(args: Args) -> None:
         with autocast:
             return network(observation)
 
-    def evaluate(name: str, network: nn.Module, episodes: int, temperature: float = 0.0) -> list[float]:
-        """Play whole episodes, epsilon-greedily by a network's Q-values, and return their returns."""
+    def evaluate(name: str, network: nn.Module | None, episodes: int, temperature: float = 0.0) -> list[float]:
+        """Play whole episodes by a network's Q-values, or at random without one, and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
+            if network is None:
+                return action_rng.integers(0, envs.num_actions, len(observation))
             q_values = q_values_of(network, upload(observation, device)).cpu().numpy()
             return epsilon_greedy(q_values, args.end_e, action_rng, temperature)
 
@@ -592,11 +596,7 @@ def main(args: Args) -> None:
         writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
     if not progress.random_returns:
         checkpoint.save(progress, parts)
-        random_rng = np.random.default_rng(args.seed + 1000)
-        progress.random_returns = play_episodes(
-            "random", lambda observation: random_rng.integers(0, envs.num_actions, len(observation)),
-            args.teacher_eval_episodes, args, run_dir, checkpoint.exit_if_told,
-        )  # fmt: skip
+        progress.random_returns = evaluate("random", None, args.teacher_eval_episodes)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
     random_return = float(np.mean(progress.random_returns))
@@ -684,7 +684,7 @@ def main(args: Args) -> None:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-        act = make_act(q_network, teacher, autocast, generator, args)
+        compute_q_values = make_q_values(q_network, teacher, autocast, generator, args)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = upload(envs.reset((args.seed, progress.online_step)), device)
@@ -693,7 +693,7 @@ def main(args: Args) -> None:
         for step in bar:
             global_step = args.offline_steps + step
             next_step = step + args.num_envs
-            q_values, teacher_q_values = act(observation)
+            q_values, teacher_q_values = compute_q_values(observation)
             read_q_values = download(q_values)
 
             # A GPU computes the updates while the emulators run: nothing here synchronises with it.
@@ -733,7 +733,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.show_return(np.mean(progress.recent_returns))
             checkpoint.save_if_due(progress, parts, replay)
-        del replay, update, act  # frees their memory for the evaluation
+        del replay, update, compute_q_values  # frees their memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================

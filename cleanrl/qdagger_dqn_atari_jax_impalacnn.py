@@ -480,14 +480,14 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
     return jax.jit(update, donate_argnums=0)
 
 
-def make_act(q_network: nn.Module, teacher: nn.Module) -> Callable:
+def make_q_values(q_network: nn.Module, teacher: nn.Module) -> Callable:
     """Return the compiled function that computes the Q-values of student and teacher."""
 
-    def act(params: Params, teacher_params: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compute_q_values(params: Params, teacher_params: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return both networks' Q-values, float32 (N, num_actions), of observations, uint8 (N, 4, 84, 84)."""
         return q_network.apply(params, observation), teacher.apply(teacher_params, observation)
 
-    return jax.jit(act)
+    return jax.jit(compute_q_values)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -585,11 +585,13 @@ def main(args: Args) -> None:
     state = restored["state"]
     args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
 
-    def evaluate(name: str, q_function: Callable, episodes: int, temperature: float = 0.0) -> list[float]:
-        """Play whole episodes, epsilon-greedily by a network's Q-values, and return their returns."""
+    def evaluate(name: str, q_function: Callable | None, episodes: int, temperature: float = 0.0) -> list[float]:
+        """Play whole episodes by a network's Q-values, or at random without one, and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
+            if q_function is None:
+                return action_rng.integers(0, envs.num_actions, len(observation))
             return epsilon_greedy(np.asarray(q_function(observation)), args.end_e, action_rng, temperature)
 
         return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_told)
@@ -603,11 +605,7 @@ def main(args: Args) -> None:
         writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
     if not progress.random_returns:
         checkpoint.save(progress, parts())
-        random_rng = np.random.default_rng(args.seed + 1000)
-        progress.random_returns = play_episodes(
-            "random", lambda observation: random_rng.integers(0, envs.num_actions, len(observation)),
-            args.teacher_eval_episodes, args, run_dir, checkpoint.exit_if_told,
-        )  # fmt: skip
+        progress.random_returns = evaluate("random", None, args.teacher_eval_episodes)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
     random_return = float(np.mean(progress.random_returns))
@@ -694,7 +692,7 @@ def main(args: Args) -> None:
         if progress.online_step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        act = make_act(q_network, teacher)
+        compute_q_values = make_q_values(q_network, teacher)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = jax.device_put(envs.reset((args.seed, progress.online_step)))
@@ -703,7 +701,7 @@ def main(args: Args) -> None:
         for step in bar:
             global_step = args.offline_steps + step
             next_step = step + args.num_envs
-            q_values, teacher_q_values = act(state.params, teacher_params, observation)
+            q_values, teacher_q_values = compute_q_values(state.params, teacher_params, observation)
             q_values.copy_to_host_async()
 
             # A GPU computes the updates while the emulators run: nothing here synchronises with it.

@@ -84,7 +84,7 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
 class Checkpoint:
     """The checkpoints and signal handlers of a run. `checkpoint_minutes` 0 disables both.
 
-    A checkpoint holds a dataclass of JSON values, *progress*; a dict of *modules*, which are PyTorch modules,
+    A checkpoint holds a dataclass of JSON values, *progress*; a dict of *parts*, which are PyTorch modules,
     optimizers and generators, NumPy generators, the TensorBoard :class:`Writer` and trees of JAX arrays; and a replay
     buffer with ``ring``, ``length``, ``steps_added`` and ``age`` as in the scripts.
 
@@ -103,7 +103,7 @@ class Checkpoint:
         self._saved_replay: weakref.ref | None = None  # the replay buffer that the segments are of
         self._loaded: dict[str, Any] | None = None
         if args.resume is not None:
-            self._number, self._loaded, self._parts = load_checkpoint(self.run_dir, script_of(args).stem, True)
+            self._number, self._loaded, self._serialised = load_checkpoint(self.run_dir, script_of(args).stem, True)
             self._segments = [Segment(*segment) for segment in self._loaded["segments"]]
             of_newest = {f"{self._number:06d}.state", *(segment.file for segment in self._segments)}
             self._kept = [of_newest, {path.name for path in self.directory.iterdir()}]
@@ -112,19 +112,19 @@ class Checkpoint:
         self._signal: signal.Signals | None = None
         self._handlers: dict[int, Any] = {}
 
-    def restore(self, progress: T, modules: dict[str, Any]) -> T:
-        """Restore the modules of a resumed run, JAX's as new trees in ``modules``; return its progress.
+    def restore(self, progress: T, parts: dict[str, Any]) -> T:
+        """Restore the parts of a resumed run, JAX's as new trees in ``parts``; return its progress.
 
         From here on signals are handled. Before, they end the process at once, for example where W&B asks for a login.
         """
         if self._loaded is not None:
             with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
-                for name, module in modules.items():
+                for name, part in parts.items():
                     was = self._loaded["parts"][name]
-                    now = type(module).__name__
+                    now = type(part).__name__
                     if was != now:
                         raise ValueError(f"{name} was {was}, now it is {now}")
-                    modules[name] = load(module, self._parts[name])
+                    parts[name] = load(part, self._serialised[name])
                 check_types(self._loaded["progress"], type(progress))
                 progress = type(progress)(**self._loaded["progress"])
         self._handle_signals()
@@ -145,30 +145,30 @@ class Checkpoint:
         self._segments = self._segments[:-1]
         self._saved_replay = weakref.ref(replay)
 
-    def save(self, progress: Any, modules: dict[str, Any], replay: Any = None) -> None:
+    def save(self, progress: Any, parts: dict[str, Any], replay: Any = None) -> None:
         """Write a checkpoint, of ``replay`` only the steps since the last one.
 
         Raises:
-            UserError: a module holds NaN or infinity, which is never saved; or the disk is full.
+            UserError: a part holds NaN or infinity, which is never saved; or the disk is full.
         """
         resume = self._how_to_resume()
         unwritten = f"a checkpoint can't be written to {self.directory}"
         try:
             with user_errors(unwritten, f"make room or allow it, then {resume}", OSError):
                 with user_errors("the training diverged", f"lower --learning-rate or {resume}", FloatingPointError):
-                    parts = {name: dump(module, name) for name, module in modules.items()}
+                    serialised = {name: dump(part, name) for name, part in parts.items()}
                 if self.args.checkpoint_minutes:
-                    self._write(progress, modules, parts, replay)
+                    self._write(progress, parts, serialised, replay)
         except UserError:
             self.close()
             raise
         self._last_save = time.monotonic()
 
-    def save_if_due(self, progress: Any, modules: dict[str, Any], replay: Any = None) -> None:
+    def save_if_due(self, progress: Any, parts: dict[str, Any], replay: Any = None) -> None:
         """Save, if `checkpoint_minutes` are over or a signal came; after a signal, exit with 128 + its number."""
         minutes = self.args.checkpoint_minutes
         if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
-            self.save(progress, modules, replay)
+            self.save(progress, parts, replay)
             self.exit_if_told()
 
     def exit_if_told(self) -> None:
@@ -227,33 +227,33 @@ class Checkpoint:
         command += ["--upload-model", "--hf-entity", self.args.hf_entity] if self.args.upload_model else []
         return f"resume with: {shlex.join(command)}"
 
-    def _write(self, progress: Any, modules: dict[str, Any], parts: dict[str, bytes], replay: Any) -> None:
+    def _write(self, progress: Any, parts: dict[str, Any], serialised: dict[str, bytes], replay: Any) -> None:
         """Write segments and state of the next checkpoint, and delete the files that are not needed any more."""
         if not self.directory.is_dir():
             self.directory.mkdir()
             sync_directory(self.run_dir)
-        name = f"{self._number + 1:06d}.state"
+        state_file = f"{self._number + 1:06d}.state"
         try:
             segments = [] if replay is None else self._write_replay(replay)
             state = {
                 "script": script_of(self.args).stem,
                 "flags": dataclasses.asdict(self.args),
                 "progress": dataclasses.asdict(progress),
-                "parts": {part: type(module).__name__ for part, module in modules.items()},
+                "parts": {name: type(part).__name__ for name, part in parts.items()},
                 "segments": segments,
                 "replay": None,
             }
             if replay is not None:
                 members = [f"{array}.npy" for array in replay.ring._fields]
                 state["replay"] = {"steps_added": replay.steps_added, "age": replay.age.tolist(), "members": members}
-            with atomic_write(self.directory / name) as file, zipfile.ZipFile(file, "w") as archive:
+            with atomic_write(self.directory / state_file) as file, zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("state.json", json.dumps(state))
-                for part, data in parts.items():
-                    archive.writestr(part, data)
+                for name, data in serialised.items():
+                    archive.writestr(name, data)
             self._number += 1
             self._segments = segments
             self._saved_replay = None if replay is None else weakref.ref(replay)
-            files = {name, *(segment.file for segment in segments)}
+            files = {state_file, *(segment.file for segment in segments)}
             self._kept = [files, *self._kept[:1]]
         finally:
             self._delete_unneeded()
@@ -292,7 +292,7 @@ class Checkpoint:
 
 
 def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> tuple[int, dict[str, Any], dict]:
-    """Return number, state and serialised modules of the newest undamaged checkpoint; UserError if there is none.
+    """Return number, state and serialised parts of the newest undamaged checkpoint; UserError if there is none.
 
     With ``check_replay`` the replay buffer is read as well, and a damaged checkpoint gives a warning.
     """
@@ -369,17 +369,17 @@ def is_torch(value: Any) -> bool:
     return isinstance(value, kinds)
 
 
-def dump(module: Any, name: str) -> bytes:
-    """Serialise the state of a module; raise FloatingPointError if it has a weight that is NaN or infinite."""
-    if isinstance(module, np.random.Generator):
-        return json.dumps(module.bit_generator.state).encode()
-    if isinstance(module, Writer):
-        return json.dumps(module.state_dict()).encode()
-    if is_torch(module):
+def dump(part: Any, name: str) -> bytes:
+    """Serialise the state of a part; raise FloatingPointError if it has a weight that is NaN or infinite."""
+    if isinstance(part, np.random.Generator):
+        return json.dumps(part.bit_generator.state).encode()
+    if isinstance(part, Writer):
+        return json.dumps(part.state_dict()).encode()
+    if is_torch(part):
         import torch
 
-        state = module.get_state() if isinstance(module, torch.Generator) else module.state_dict()
-        if isinstance(module, torch.nn.Module):
+        state = part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
+        if isinstance(part, torch.nn.Module):
             for key, value in state.items():
                 if not torch.isfinite(value).all():
                     raise FloatingPointError(f"{name} {key} is NaN or infinite")
@@ -389,38 +389,38 @@ def dump(module: Any, name: str) -> bytes:
     import jax
     from flax.serialization import msgpack_serialize, to_state_dict
 
-    for path, leaf in jax.tree.leaves_with_path(module):
+    for path, leaf in jax.tree.leaves_with_path(part):
         if not np.isfinite(leaf).all():
             raise FloatingPointError(f"{name}{jax.tree_util.keystr(path)} is NaN or infinite")
-    return msgpack_serialize(to_state_dict(module))
+    return msgpack_serialize(to_state_dict(part))
 
 
-def load(module: Any, data: bytes) -> Any:
-    """Restore the state that :func:`dump` serialised; return the module, for JAX a new tree of arrays."""
-    if isinstance(module, np.random.Generator):
-        module.bit_generator.state = json.loads(data)
-    elif isinstance(module, Writer):
-        module.load_state_dict(json.loads(data))
-    elif is_torch(module):
+def load(part: Any, data: bytes) -> Any:
+    """Restore the state that :func:`dump` serialised; return the part, for JAX a new tree of arrays."""
+    if isinstance(part, np.random.Generator):
+        part.bit_generator.state = json.loads(data)
+    elif isinstance(part, Writer):
+        part.load_state_dict(json.loads(data))
+    elif is_torch(part):
         import torch
 
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        if isinstance(module, torch.optim.Optimizer):  # its settings follow from flags and device
-            state["param_groups"] = module.state_dict()["param_groups"]
-        if not isinstance(module, torch.Generator):
-            module.load_state_dict(state)
-        elif state.shape == module.get_state().shape:  # otherwise it is of another kind of device
-            module.set_state(state)
+        if isinstance(part, torch.optim.Optimizer):  # its settings follow from flags and device
+            state["param_groups"] = part.state_dict()["param_groups"]
+        if not isinstance(part, torch.Generator):
+            part.load_state_dict(state)
+        elif state.shape == part.get_state().shape:  # otherwise it is of another kind of device
+            part.set_state(state)
     else:
         import jax
         from flax.serialization import from_state_dict, msgpack_restore
 
-        tree = from_state_dict(module, msgpack_restore(data))
-        for old, new in zip(jax.tree.leaves(module), jax.tree.leaves(tree), strict=True):
+        tree = from_state_dict(part, msgpack_restore(data))
+        for old, new in zip(jax.tree.leaves(part), jax.tree.leaves(tree), strict=True):
             if old.shape != new.shape:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
         return jax.tree.map(jax.numpy.asarray, tree)  # NumPy's would be copied to the GPU at each use
-    return module
+    return part
 
 
 def read_ring(array: Any, low: int, high: int) -> np.ndarray:

@@ -50,7 +50,9 @@ def available_memory(device: Any) -> int:
 def available_host_memory() -> int:
     """Return the bytes of memory that this process can still allocate, within its control groups and RLIMIT_AS."""
     available = [psutil.virtual_memory().available]
-    for limit, usage, *stat in control_groups("memory", "limit_in_bytes usage_in_bytes stat", "max current stat"):
+    files_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"]
+    files_2 = ["memory.max", "memory.current", "memory.stat"]
+    for limit, usage, *stat in control_groups("memory", files_1, files_2):
         if limit != "max":
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
             cached = dict(zip(stat[::2], stat[1::2], strict=False)).get("inactive_file", 0)
@@ -64,7 +66,7 @@ def available_host_memory() -> int:
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use, within its CPU quota and OMP_NUM_THREADS."""
     cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    for quota, period in control_groups("cpu", "cfs_quota_us cfs_period_us", "max"):
+    for quota, period in control_groups("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"], ["cpu.max"]):
         if quota.isdecimal():  # not "max" or -1
             cores.append(math.ceil(int(quota) / int(period)))
     omp = os.environ.get("OMP_NUM_THREADS", "")
@@ -78,8 +80,14 @@ def cpu_name(threads: int) -> str:
     return f"CPU with {threads} {'thread' if threads == 1 else 'threads'}"
 
 
-def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[list[str]]:
-    """Yield the words in files of a controller, named as in each version, for this process's group and its parents."""
+def control_groups(controller: str, files_1: list[str], files_2: list[str]) -> Iterator[list[str]]:
+    """Yield the words in files of a controller, for the control group of this process and each of its parents.
+
+    Args:
+        controller: its name in version 1 of control groups.
+        files_1: the names of the files in version 1.
+        files_2: the names of the files in version 2.
+    """
     groups = Path("/proc/self/cgroup")
     if not groups.exists():
         return
@@ -87,14 +95,14 @@ def control_groups(controller: str, version_1: str, version_2: str) -> Iterator[
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
             root = CGROUP / controller
-            names = version_1
+            names = files_1
         else:
             root = CGROUP
-            names = version_2
+            names = files_2
         group = root / path.strip("/")
         for directory in (group, *group.parents):
             with contextlib.suppress(OSError):  # a group without limits has no such files
-                yield " ".join((directory / f"{controller}.{name}").read_text() for name in names.split()).split()
+                yield " ".join((directory / name).read_text() for name in names).split()
             if directory == root:
                 break
 

@@ -472,12 +472,12 @@ def test_acting_as_a_cuda_graph(graphs: list[RecordedGraph]) -> None:
     generator = torch.Generator()
     q_network = spread(qdagger.QNetwork(6), seed=1)
     teacher = spread(qdagger.TeacherNetwork(6), seed=2)
-    act = qdagger.make_act(q_network, teacher, contextlib.nullcontext(), generator, qdagger.Args())
-    graphed = cuda_graph(act, generator)
+    compute_q_values = qdagger.make_q_values(q_network, teacher, contextlib.nullcontext(), generator, qdagger.Args())
+    graphed = cuda_graph(compute_q_values, generator)
     observations = [torch.from_numpy(random_batch(seed, 2, 6)["observation"]) for seed in range(6)]
     copies = [observation.clone() for observation in observations]
     for observation in observations:
-        for expected, found in zip(act(observation), graphed(observation), strict=True):
+        for expected, found in zip(compute_q_values(observation), graphed(observation), strict=True):
             assert torch.equal(expected, found)
         spread(q_network, seed=int(observation.sum()))
     assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS]
