@@ -14,8 +14,8 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	--teacher-steps 20000 --offline-steps 1400 --total-timesteps 10000 --learning-starts 1000 --train-frequency 16 \
 	--buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
 
-.PHONY: help demo demo-jax test test-gpu test-slurm test-newest test-lowest torture torture-jax lint benchmark \
-	benchmark-gpu docs docs-serve requirements clean
+.PHONY: help demo demo-jax test test-gpu test-slurm test-newest test-lowest lint benchmark benchmark-gpu \
+	docs docs-serve requirements clean
 
 help:
 	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 16 minutes on one core"
@@ -25,8 +25,6 @@ help:
 	@echo "make test-slurm     run the tests that need a Slurm cluster, 6 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
 	@echo "make test-lowest    run the tests with the lowest versions that pyproject.toml allows, on Python 3.11"
-	@echo "make torture        kill and resume a run 100 times"
-	@echo "make torture-jax    the same in JAX"
 	@echo "make lint           run ruff check and ruff format --check"
 	@echo "make benchmark      measure the speed of both scripts on Pong"
 	@echo "make benchmark-gpu  run tests and measure speeds on an NVIDIA GPU, and write gpu.md"
@@ -69,12 +67,6 @@ test-gpu: $(VENV)/test
 test-slurm: $(VENV)/test
 	sinfo >/dev/null 2>&1 || test ! -e ../shared/slurm_single_node.sh || bash ../shared/slurm_single_node.sh start
 	$(RUN) -m pytest -m slurm tests/test_slurm.py
-
-torture: $(VENV)/test
-	$(RUN) tests/torture.py --kills 100
-
-torture-jax: $(VENV)/test
-	$(RUN) tests/torture.py --kills 100 --backend jax
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

@@ -890,20 +890,6 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
 # ==================== processes ====================
 
 
-def test_torture(tmp_path: Path) -> None:
-    """A run that is killed again and again, also while it saves, has every step in its logs once."""
-    result = subprocess.run(
-        [sys.executable, REPO / "tests" / "torture.py", "--kills", "5", "--seed", "3", "--small"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search("[45] kills", result.stdout), result.stdout  # the last may come after the end of the run
-
-
 def newest_number(folder: Path) -> int:
     """Return the number of the newest checkpoint of the run in ``folder``."""
     return max((int(path.stem) for path in folder.glob("runs/*/checkpoint/*.state")), default=0)
