@@ -335,9 +335,9 @@ def main(args: Args) -> None:
     check_memory(args, Replay(args.num_envs, args, device).ring, device)  # with a ring of one step
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
-    optimizer = torch.optim.Adam(
-        q_network.parameters(), args.learning_rate, fused=True, capturable=device.type == "cuda"
-    )
+    on_gpu = device.type == "cuda"
+    # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
+    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=on_gpu)
 
     checkpoint = Checkpoint(args)
     run_dir = checkpoint.run_dir
@@ -392,8 +392,7 @@ def main(args: Args) -> None:
                 if losses is not None:
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            ended = np.flatnonzero(result.reset).tolist()
-            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
+            for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                 # increasing steps, so these come after the points of `global_step`.

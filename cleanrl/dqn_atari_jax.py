@@ -411,8 +411,7 @@ def main(args: Args) -> None:
                 if losses is not None:
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            ended = np.flatnonzero(result.reset).tolist()
-            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
+            for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                 # increasing steps, so these come after the points of `global_step`.

@@ -248,8 +248,7 @@ def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Mod
     Raises:
         UserError: the file is not a model of a network in this script.
     """
-    with torch.random.fork_rng(devices=[]):  # random numbers of the caller stay the same
-        network = QNetwork(num_actions)
+    network = QNetwork(num_actions)
     own = network.state_dict()
     is_policy = False
     with model_errors(path):
@@ -259,10 +258,9 @@ def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Mod
             if is_policy:
                 weights["network.9.weight"] = temperature * weights.pop("actor.weight")
                 weights["network.9.bias"] = temperature * weights.pop("actor.bias")
-            with torch.device("meta"):  # without memory until the shapes in the file are known to fit
-                network = TeacherNetwork(num_actions, len(weights.get("atoms", ())))
+            network = TeacherNetwork(num_actions, len(weights.get("atoms", ())))
             check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=network.state_dict())
-        network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()}, assign=True)
+        network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     return network, is_policy
 
 
@@ -542,7 +540,6 @@ def main(args: Args) -> None:
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
-    torch.manual_seed(args.seed)
     generator = torch.Generator(device).manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
 
@@ -557,11 +554,12 @@ def main(args: Args) -> None:
         teacher.network[:-1].to(torch.bfloat16)
     check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)  # with a ring of one step
 
+    torch.manual_seed(args.seed)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
-    optimizer = torch.optim.Adam(
-        q_network.parameters(), args.learning_rate, fused=True, capturable=device.type == "cuda"
-    )
+    on_gpu = device.type == "cuda"
+    # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
+    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=on_gpu)
 
     checkpoint = Checkpoint(args)
     run_dir = checkpoint.run_dir
@@ -608,11 +606,10 @@ def main(args: Args) -> None:
         data_steps = replay.length * args.num_envs
         if progress.teacher_step > 0:
             checkpoint.restore_replay(replay)
+            replay.truncate_episodes()
 
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
-            if progress.teacher_step > 0:
-                replay.truncate_episodes()
             observation = upload(envs.reset((args.seed, progress.teacher_step)), device)
             bar = writer.report_progress("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
             start_time = time.perf_counter() - progress.seconds
@@ -627,7 +624,7 @@ def main(args: Args) -> None:
 
                 progress.teacher_step = step + args.num_envs
                 progress.seconds = time.perf_counter() - start_time
-                for episodic_return, _ in result.episodes:
+                for _, episodic_return, _ in result.episodes:
                     bar.show_return(episodic_return)
                 if progress.teacher_step == data_steps:
                     writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
@@ -724,8 +721,7 @@ def main(args: Args) -> None:
                 if losses is not None:
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            ended = np.flatnonzero(result.reset).tolist()
-            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
+            for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                 # increasing steps, so these come after the points of `global_step`.

@@ -618,11 +618,10 @@ def main(args: Args) -> None:
         data_steps = replay.length * args.num_envs
         if progress.teacher_step > 0:
             checkpoint.restore_replay(replay)
+            replay.truncate_episodes()
 
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
-            if progress.teacher_step > 0:
-                replay.truncate_episodes()
             observation = jax.device_put(envs.reset((args.seed, progress.teacher_step)))
             bar = writer.report_progress("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
             start_time = time.perf_counter() - progress.seconds
@@ -637,7 +636,7 @@ def main(args: Args) -> None:
 
                 progress.teacher_step = step + args.num_envs
                 progress.seconds = time.perf_counter() - start_time
-                for episodic_return, _ in result.episodes:
+                for _, episodic_return, _ in result.episodes:
                     bar.show_return(episodic_return)
                 if progress.teacher_step == data_steps:
                     writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
@@ -733,8 +732,7 @@ def main(args: Args) -> None:
                 if losses is not None:
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
-            ended = np.flatnonzero(result.reset).tolist()
-            for env, (episodic_return, length) in zip(ended, result.episodes, strict=True):
+            for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                 # increasing steps, so these come after the points of `global_step`.

@@ -24,7 +24,7 @@ class Step(NamedTuple):
     terminated: np.ndarray  # bool (N,), a life was lost or the episode ended: no bootstrap from the observation
     truncated: np.ndarray  # bool (N,), the episode was cut off at 108,000 frames
     reset: np.ndarray  # bool (N,), the episode had ended: the action was ignored, the observation starts a new one
-    episodes: list[tuple[int, int]]  # (return, length in steps) of each episode in `reset`, in the same order
+    episodes: list[tuple[int, int, int]]  # (environment, return, length in steps) of each episode in `reset`
 
 
 def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> tuple[str, float]:
@@ -118,7 +118,7 @@ class AtariEnvs:
         episode_start = info["frame_number"] - info["episode_frame_number"]
         reset = episode_start != self._episode_start
         self._episode_start = episode_start
-        episodes = [(int(self._return[i]), int(self._length[i])) for i in np.flatnonzero(reset)]
+        episodes = [(env, int(self._return[env]), int(self._length[env])) for env in np.flatnonzero(reset).tolist()]
         self._return = np.where(reset, 0, self._return + reward)
         self._length = np.where(reset, 0, self._length + 1)
         self._press_fire = terminated | reset

@@ -65,7 +65,7 @@ def play_one_episode_each(envs: AtariEnvs, act: Act, between: Callable[[], None]
         action[rows] = actions[: len(rows)]
         result = envs.step(action)
         observation = result.observation
-        for env, (episodic_return, _) in zip(np.flatnonzero(result.reset), result.episodes, strict=True):
+        for env, episodic_return, _ in result.episodes:
             if playing[env]:
                 returns[env] = episodic_return
                 playing[env] = False
@@ -91,7 +91,7 @@ def film_episode(act: Act, path: Path, args: Any, between: Callable[[], None] = 
     camera = AtariEnvs(*game, grayscale=False, img_height=210, img_width=160, stack_num=1)  # the same episode in colour
     observation = envs.reset()
     image = camera.reset()
-    episodes: list[tuple[int, int]] = []
+    episodes: list[tuple[int, int, int]] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with get_writer(path, fps=15, macro_block_size=2) as writer:  # 15 steps are a second of the game
@@ -105,7 +105,7 @@ def film_episode(act: Act, path: Path, args: Any, between: Callable[[], None] = 
                 episodes = result.episodes
     except (OSError, IndexError, RuntimeError) as error:  # a broken or missing ffmpeg raises these
         tqdm.write(f"WARNING: the video {path} can't be written ({one_line(error)})")
-    return episodes[0][0] if episodes else np.nan
+    return episodes[0][1] if episodes else np.nan
 
 
 def print_summary(args: Any, run_dir: Path, progress: Any, distill_coefficient: float) -> None:
