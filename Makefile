@@ -12,8 +12,8 @@ TEACHER := teachers/BreakoutNoFrameskip-v4-ppo-seed1
 # after about 6,000 steps, where λ begins to be annealed.
 DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-step 3 --num-envs 4 \
 	--learning-rate 1e-3 --online-learning-rate 1e-4 --final-learning-rate 1e-5 --warmup-updates 300 \
-	--distill-coefficient 6 --start-e 0.1 --teacher-steps 20000 --offline-steps 2000 --total-timesteps 10000 --learning-starts 1000 --train-frequency 16 \
-	--buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
+	--distill-coefficient 6 --start-e 0.1 --teacher-steps 20000 --offline-steps 2000 --total-timesteps 10000 \
+	--learning-starts 1000 --train-frequency 16 --buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
 
 .PHONY: help demo demo-jax test test-gpu test-slurm test-newest test-lowest lint benchmark benchmark-gpu \
 	docs docs-serve requirements clean

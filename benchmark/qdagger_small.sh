@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 folder=cleanrl
 small() { # game, script, suffix of the name, teacher, further flags
     # 2,000 offline updates need a larger learning rate. With four environments, ten episodes end early in the run.
-    python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds 3 --workers 2 --command "python
+    python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds ${seeds:-3} --workers 2 --command "python
         $folder/$2.py --exp-name ${name:-$2$3} --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
         --n-step 3 --num-envs 4 --teacher-steps 20000 --offline-eval-frequency 2000 --learning-starts 1000
         --buffer-size 50000 --teacher-eval-episodes 30 --eval-episodes 30
@@ -39,9 +39,9 @@ small BeamRider $torch -150k-final-1e-5 $beam_rider "$longest --final-learning-r
 # A short run, with a precise evaluation.
 small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps 16000 --buffer-size 16000
     --eval-episodes 100"
-# The flags of `make demo`; the results have one seed.
-name=demo small Breakout $torch "" teachers/BreakoutNoFrameskip-v4-ppo-seed1 "--offline-steps 1400
-    --total-timesteps 10000 --train-frequency 16 --buffer-size 10000 --final-learning-rate 1e-5
+# The flags of `make demo`; the results have five seeds.
+seeds=5 name=demo small Breakout $torch "" teachers/BreakoutNoFrameskip-v4-ppo-seed1 "--distill-coefficient 6 --start-e 0.1
+    --offline-steps 2000 --total-timesteps 10000 --train-frequency 16 --buffer-size 10000 --final-learning-rate 1e-5
     --teacher-eval-episodes 20 --eval-episodes 20"
 # Q-learning alone can collapse in the offline phase at a learning rate of 1e-3.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
