@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, get_type_hints
+from types import SimpleNamespace, UnionType
+from typing import Any, NamedTuple, get_origin, get_type_hints
 
 import dqn_atari
 import dqn_atari_jax
@@ -383,6 +383,8 @@ def test_malformed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
     hints = get_type_hints(qdagger.Args) | get_type_hints(qdagger.Progress)
+    # isinstance takes a union, but not list[float]. In Python 3.14, a union has an __origin__ as well.
+    hints = {name: hint if isinstance(hint, UnionType) else get_origin(hint) or hint for name, hint in hints.items()}
     places, refused = list(values_in(json.loads(members["state.json"]))), 0
     for place, value in itertools.product(places, (None, {}, "../x", -1.5, [["x"]])):
         parent = state = [json.loads(members["state.json"])]
@@ -397,7 +399,7 @@ def test_malformed_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             with closing(Checkpoint(args)) as again:
                 again.restore_replay(CountingReplay(10))
                 found = vars(args) | vars(again.restore(qdagger.Progress(), modules_of(0)))
-            assert all(isinstance(found[name], getattr(hint, "__origin__", hint)) for name, hint in hints.items())
+            assert all(isinstance(found[name], hint) for name, hint in hints.items())
             numbers = itertools.chain(
                 found["recent_returns"], found["teacher_returns"], *found["offline_returns"].values()
             )
