@@ -21,15 +21,13 @@ import signal
 import sys
 import threading
 import time
-import weakref
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, get_type_hints
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 from uuid import uuid4
 
 import numpy as np
-import typeguard
 import tyro
 from tqdm import tqdm
 
@@ -63,14 +61,11 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     if args.resume is None:
         return args
     state = load_checkpoint(Path(args.resume), script_of(args).stem)[1]
-    # A directory that somebody else made does not decide what is uploaded, or where to.
-    flags = state["flags"] | {"upload_model": False, "hf_entity": "", "resume": None}
-    with user_errors(f"--resume {args.resume}: the flags do not fit this script", USE_THE_SAME):
-        if flags.keys() != vars(args).keys():
-            raise ValueError("there are other flags now")
-        check_types(flags, args_class)
-        # Now every difference was given on the command line.
-        args = check_args(tyro.cli(args_class, default=args_class(**flags), args=argv))
+    flags = state["flags"] | {"resume": None}
+    if flags.keys() != vars(args).keys():
+        raise UserError(f"--resume {args.resume}: this script has other flags than the run; {USE_THE_SAME}")
+    # Now every difference was given on the command line.
+    args = check_args(tyro.cli(args_class, default=args_class(**flags), args=argv))
     may_change = MAY_CHANGE.split()
     if state["progress"].get("online_step") == 0:  # the online replay buffer is not yet made
         may_change.append("buffer_size")
@@ -99,8 +94,7 @@ class Checkpoint:
         self._lock: BinaryIO | None = lock_run(self.run_dir)
         self._number = 0
         self._kept: list[set[str]] = []  # files of the newest checkpoint and of the one before
-        self._segments: list[Segment] = []
-        self._saved_replay: weakref.ref | None = None  # the replay buffer that the segments are of
+        self._segments: list[Segment] = []  # of the replay buffer that was saved last
         self._loaded: dict[str, Any] | None = None
         if args.resume is not None:
             self._number, self._loaded, self._serialised = load_checkpoint(self.run_dir, script_of(args).stem, True)
@@ -125,7 +119,6 @@ class Checkpoint:
                     if was != now:
                         raise ValueError(f"{name} was {was}, now it is {now}")
                     parts[name] = load(part, self._serialised[name])
-                check_types(self._loaded["progress"], type(progress))
                 progress = type(progress)(**self._loaded["progress"])
         self._handle_signals()
         return progress
@@ -139,14 +132,15 @@ class Checkpoint:
                 members = read_zip(self.directory / segment.file, [f"{name}.npy" for name in replay.ring._fields])
                 arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
                 write_ring(replay, segment.low % replay.length, arrays)
-            replay.steps_added = int(self._loaded["replay"]["steps_added"])
+            replay.steps_added = self._loaded["replay"]["steps_added"]
             replay.age[:] = self._loaded["replay"]["age"]
         # The newest step may still change (`Replay.truncate_episodes`), so its segment is written again.
         self._segments = self._segments[:-1]
-        self._saved_replay = weakref.ref(replay)
 
     def save(self, progress: Any, parts: dict[str, Any], replay: Any = None) -> None:
         """Write a checkpoint, of ``replay`` only the steps since the last one.
+
+        Save without a replay buffer before another one is saved.
 
         Raises:
             UserError: a part holds NaN or infinity, which is never saved; or the disk is full.
@@ -223,9 +217,8 @@ class Checkpoint:
     def _how_to_resume(self) -> str:
         if not self._kept:
             return "start it again, as it has no checkpoint yet"
-        command = ["python", os.path.relpath(script_of(self.args)), "--resume", str(self.run_dir)]
-        command += ["--upload-model", "--hf-entity", self.args.hf_entity] if self.args.upload_model else []
-        return f"resume with: {shlex.join(command)}"
+        script = os.path.relpath(script_of(self.args))
+        return f"resume with: {shlex.join(['python', script, '--resume', str(self.run_dir)])}"
 
     def _write(self, progress: Any, parts: dict[str, Any], serialised: dict[str, bytes], replay: Any) -> None:
         """Write segments and state of the next checkpoint, and delete the files that are not needed any more."""
@@ -252,7 +245,6 @@ class Checkpoint:
                     archive.writestr(name, data)
             self._number += 1
             self._segments = segments
-            self._saved_replay = None if replay is None else weakref.ref(replay)
             files = {state_file, *(segment.file for segment in segments)}
             self._kept = [files, *self._kept[:1]]
         finally:
@@ -261,9 +253,7 @@ class Checkpoint:
     def _write_replay(self, replay: Any) -> list[Segment]:
         """Write the steps of ``replay`` that are not yet in segments; return the segments of all of its steps."""
         oldest = max(replay.steps_added - replay.length, 0)
-        segments: list[Segment] = []
-        if self._saved_replay is not None and self._saved_replay() is replay:
-            segments = [segment for segment in self._segments if segment.high > oldest]
+        segments = [segment for segment in self._segments if segment.high > oldest]
         step = segments[-1].high if segments else oldest
         while step < replay.steps_added:
             segment = self._write_segment(replay, step)
@@ -296,28 +286,24 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
 
     With ``check_replay`` the replay buffer is read as well, and a damaged checkpoint gives a warning.
     """
-    check_files(run_dir)
+    if not run_dir.is_dir():
+        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
     problems = []
     for path in sorted((run_dir / "checkpoint").glob("*.state"), reverse=True):
         try:
-            state = json.loads(read_zip(path, ["state.json"])["state.json"])
-            parts = read_zip(path, list(state["parts"]))
-            for file, low, high in state["segments"]:
-                if Path(file).name != file or not 0 <= low < high:
-                    raise ValueError(f"{path.name} names the segment {file!r:.60}")
-                if check_replay:
-                    read_zip(path.parent / file, state["replay"]["members"])
             number = int(path.stem)
-            found = str(state["script"])
-            state["flags"] = dict(state["flags"])
-            state["progress"] = dict(state["progress"])
-        except Exception as error:  # a damaged or malformed file can raise almost anything
+            state = json.loads(read_zip(path, ["state.json"])["state.json"])
+            parts = read_zip(path, state["parts"])
+            if check_replay:
+                for file, *_ in state["segments"]:
+                    read_zip(path.parent / file, state["replay"]["members"])
+        except Exception as error:  # a damaged file can raise almost anything
             problems.append(f"{path.name}: {one_line(error)}")
             if check_replay:
                 print(f"WARNING: {path} is damaged ({one_line(error)}); trying the checkpoint before", file=sys.stderr)
             continue
-        if found != script:
-            raise UserError(f"--resume {run_dir} is a run of {found + '.py'!r:.60}; resume it with that script")
+        if state["script"] != script:
+            raise UserError(f"--resume {run_dir} is a run of {state['script']}.py; resume it with that script")
         return number, state, parts
     if problems:
         what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"
@@ -325,20 +311,6 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
     if not any(run_dir.glob("events.out.tfevents.*")):
         raise UserError(f"--resume {run_dir}: it is not the directory of a run; give runs/{{run_name}}")
     raise UserError(f"there is no checkpoint in {run_dir}: this run is finished, or has not saved one yet")
-
-
-def check_files(run_dir: Path) -> None:
-    """Raise a UserError if a run directory does not exist, or if a link in it leads to a file elsewhere.
-
-    The run would write to that file, and somebody else may have made the directory. Links to directories are allowed:
-    ``checkpoint`` may be on another disk, and only files with the names of checkpoints are deleted there.
-    """
-    if not run_dir.is_dir():
-        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
-    for path in [*run_dir.iterdir(), *(run_dir / "checkpoint").glob("*")]:
-        if not path.is_dir() and (path.is_symlink() or not path.is_file()):
-            found = f"{path} is a link to a file or to nothing, or a special file"
-            raise UserError(f"--resume {run_dir}: {found}; a run has plain files, and links to directories only")
 
 
 def lock_run(run_dir: Path) -> BinaryIO:
@@ -354,12 +326,6 @@ def lock_run(run_dir: Path) -> BinaryIO:
         problem = f"{run_dir} can't be locked ({error.strerror})"
         print(f"WARNING: {problem}; resume it only while no other process runs it", file=sys.stderr)
     return file
-
-
-def check_types(values: dict[str, Any], dataclass: type) -> None:
-    """Raise an error if a value does not have the type of the field of that name."""
-    for name, hint in get_type_hints(dataclass).items():
-        typeguard.check_type(values[name], hint, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
 
 
 def is_torch(value: Any) -> bool:

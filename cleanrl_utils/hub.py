@@ -149,7 +149,7 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
         repo = url.repo_id  # with the owner
         with atomic_write(run_dir / "README.md") as file:
             file.write(model_card(args, repo, returns).encode(errors="backslashreplace"))
-        events = [path for path in run_dir.glob("events.out.tfevents.*") if not path.is_symlink()]
+        events = run_dir.glob("events.out.tfevents.*")
         files = {path.name: path for path in (model_path, run_dir / "README.md", script_of(args), *events)}
         files |= {f"videos/{path.parent.name}/{path.name}": path for path in videos}
         files |= {"replay.mp4": videos[-1]} if videos else {}

@@ -138,7 +138,6 @@ class Job:
             name = f"{self.env_id} seed {self.seed}"
             with user_errors(f"{name} can't be started", "check --command and the folder", OSError):
                 if self.state == "interrupted":
-                    # The script restores its flags, except those of an upload.
                     command = [*command, "--resume", str(self.run_dir)]
                 elif self.run_dir:
                     # The report would count an abandoned directory as a run of its own.

@@ -280,8 +280,6 @@ def upload(hub, tmp_path, capsys):
 
 @pytest.mark.parametrize(("entity", "owner"), [("", "alice"), ("lab", "lab")])
 def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
-    (RUN_DIR / "events.out.tfevents.2").symlink_to(Path(__file__))
-    (RUN_DIR / "README.md").symlink_to("/dev/full")
     repo = f"{owner}/ALE-Pong-v5-test_hub-seed3"
     game = {"full_action_space": True, "repeat_action_probability": 0.1}
     out, err = upload(hf_entity=entity, cuda=False, **game, capture_video=True, learning_rate=0.5)
