@@ -20,10 +20,9 @@ class UserError(Exception):
 def one_line_errors() -> Iterator[None]:
     """Print errors that a user can cause as one line.
 
-    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written and a limit of threads, 130 for
-    Ctrl-C, and 141 if the reader of the output has gone.
+    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, 130 for Ctrl-C, and 141 if the
+    reader of the output has gone.
     """
-    open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace", line_buffering=True)  # some encodings lack "±"; logs are read live
     print_traceback = threading.excepthook
@@ -46,25 +45,14 @@ def one_line_errors() -> Iterator[None]:
         for stream in (1, 2):  # or Python would fail again when it flushes them at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(141)
-    except (OSError, RuntimeError) as error:
-        if str(error) in ("can't start new thread", os.strerror(errno.EAGAIN)):  # of Python and of ALE
-            problem = "a thread could not be started; raise the limit of processes that `ulimit -u` shows"
-        elif isinstance(error, OSError) and error.errno in UNWRITABLE:
-            file = error.filename or "a log"
-            problem = f"{file} could not be opened or written ({error.strerror}); make room or allow it, and `--resume`"
-        else:
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
             raise
-        print(f"error: {problem}", file=sys.stderr, flush=True)
+        problem = f"{error.filename or 'a log'} could not be opened or written ({error.strerror})"
+        print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr, flush=True)
         sys.exit(1)
     finally:
         threading.excepthook = print_traceback
-
-
-def open_closed_streams() -> None:
-    """Open the standard streams that the shell closed, for example with ``>&-``; libraries write to them unchecked."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their file descriptors
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, errors="replace"))  # noqa: SIM115
 
 
 @contextmanager

@@ -564,14 +564,6 @@ def test_wrong_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Pa
     assert word in result.stderr
 
 
-def test_streams_that_are_closed() -> None:
-    """A shell can close the standard streams, and libraries use them nevertheless."""
-    use = "print(sys.stdin.read()); sys.stderr.write('±'); assert open('file', 'w').fileno() > 2"
-    code = f"import sys; from cleanrl_utils.errors import one_line_errors\nwith one_line_errors():\n    {use}"
-    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
-    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(REPO)}, check=True)
-
-
 def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit), one_line_errors():
         raise OSError(errno.EROFS, "Read-only file system", "runs/a.tmp")

@@ -20,7 +20,7 @@ import pytest
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 
-from cleanrl_utils import device, errors, jobs
+from cleanrl_utils import device, jobs
 from cleanrl_utils.device import available_cores  # before a fixture replaces it
 from cleanrl_utils.errors import UserError
 
@@ -257,20 +257,3 @@ def test_threads_of_jax() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.stdout.endswith("\n5\n"), run.stderr
-
-
-def test_limit_of_threads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for message in ("can't start new thread", "Resource temporarily unavailable"):  # Python's and ALE's
-        with pytest.raises(SystemExit, match="1"), errors.one_line_errors():
-            raise RuntimeError(message)
-        assert re.fullmatch("error: [^\n]*thread[^\n]*ulimit -u[^\n]*\n", capsys.readouterr().err)
-    with pytest.raises(RuntimeError, match="other"), errors.one_line_errors():
-        raise RuntimeError("other")
-
-
-def test_closed_stderr_is_no_error() -> None:
-    code = "from cleanrl_utils import errors, tracking\nfrom pathlib import Path\nwith errors.one_line_errors():\n"
-    code += " list(tracking.ProgressBar(Path(), 'x', range(2))); raise errors.UserError('no')"
-    command = f'cd $(mktemp -d) && exec {sys.executable} -c "$0" 2>&-'
-    result = subprocess.run(["sh", "-c", command, code], env=os.environ | {"PYTHONPATH": str(ROOT)})
-    assert result.returncode == 2
