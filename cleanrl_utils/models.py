@@ -4,7 +4,7 @@ A file has arrays under the names of a network's layers, ``network.0.weight`` in
 flax. A script compares names and shapes with its own networks, so no network is defined here. Models of other libraries
 get the names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy
 (``actor``), or the logits of C51's return distributions (``network.9`` with ``atoms``).
-Files are untrusted: reading one runs no code from it and takes at most about 13 times its size in memory.
+Files are untrusted: reading one runs no code from it.
 """
 
 import functools
@@ -15,7 +15,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -32,8 +32,7 @@ Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: para
 Library = Literal["torch", "flax"]
 FLAX_ARRAY = 1  # flax's msgpack extension code of an array
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
-OLD_TORCH = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")  # in the first bytes of PyTorch's files before 1.6
-MAX_BYTES = 2**30  # of a file
+MAX_BYTES = 2**30  # of a file, and of what a zip archive unpacks to
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
 STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
 # Modules that hold the actual one: of torch.compile, DataParallel, FSDP, activation checkpoints and Lightning Fabric.
@@ -114,7 +113,7 @@ def read_arrays(path: Path) -> tuple[Library, dict[str, Any]]:
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, more than the {MAX_BYTES:,} that a model may have")
     data = path.read_bytes()
-    is_torch = data.startswith(ZIP) or OLD_TORCH in data[:32]
+    is_torch = data.startswith(ZIP)
     arrays = read_torch(data) if is_torch else flatten(read_flax(data))
     if not arrays:
         raise ValueError("it has no weights")
@@ -123,13 +122,12 @@ def read_arrays(path: Path) -> tuple[Library, dict[str, Any]]:
 
 def read_torch(data: bytes) -> dict[str, Any]:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
-    limit = 4 * len(data)
-    members = open_zip(data, limit)
-    is_sb3 = {"data", "policy.pth"} <= members.keys()
+    archive = open_zip(data)
+    is_sb3 = {"data", "policy.pth"} <= set(archive.namelist())
     if is_sb3:
-        num_actions = read_sb3_actions(members["data"]())
-        members = open_zip(members["policy.pth"](), limit)
-    state_dict = TorchUnpickler(members).load()
+        num_actions = read_sb3_actions(archive.read("data"))
+        archive = open_zip(archive.read("policy.pth"))
+    state_dict = TorchUnpickler(archive).load()
     if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
         state_dict = state_dict["model_weights"]
     if not isinstance(state_dict, dict):
@@ -179,45 +177,26 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def open_zip(data: bytes, limit: int) -> dict[str, Callable[[], bytes]]:
-    """Return functions that read the members of a zip archive; ValueError if they have more than ``limit`` bytes.
-
-    A member is read up to the size that the archive states. Compression methods other than deflate are rejected.
-    """
-    if OLD_TORCH in data[:32]:  # several pickles, the first of them a magic number
-        save_again = "torch.save(torch.load(OLD, weights_only=True), NEW)"
-        raise ValueError(f"it is in PyTorch's format before 1.6; save it again with its library, such as {save_again}")
+def open_zip(data: bytes) -> zipfile.ZipFile:
+    """Open a zip archive; ValueError if it unpacks to more bytes than a model may have."""
     archive = zipfile.ZipFile(io.BytesIO(data))
-    files = archive.NameToInfo
-    if any(file.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for file in files.values()):
-        raise ValueError("its zip archive is not compressed with deflate")
-    if sum(file.file_size for file in files.values()) > limit:
-        raise ValueError("its zip archive unpacks to many times its size")
-    read = functools.cache(lambda file: archive.open(file).read(files[file].file_size))
-    return {name: functools.partial(read, name) for name in files}
+    if sum(file.file_size for file in archive.infolist()) > MAX_BYTES:
+        raise ValueError(f"its zip archive unpacks to more than {MAX_BYTES:,} bytes")
+    return archive
 
 
-class Memo(dict):
-    """Objects that a pickle refers to again, without containers: nested ones would hold 2^n references to one."""
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        super().__setitem__(key, None if isinstance(value, (tuple, list, dict, set, frozenset)) else value)
-
-
-# The base class is pickle's Python version. The C version allocates as much memory as a file states.
-class TorchUnpickler(pickle._Unpickler):
+class TorchUnpickler(pickle.Unpickler):
     """Read the NumPy arrays of a PyTorch file (``torch.save``), without PyTorch and without running code from it.
 
     The file is a zip archive of a pickle and the elements of each storage. Tensors are views of them.
     """
 
-    def __init__(self, members: dict[str, Callable[[], bytes]]):
-        names = [name for name in members if re.fullmatch(r"[^/]*/data\.pkl", name)]
+    def __init__(self, archive: zipfile.ZipFile):
+        names = [name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name)]
         if len(names) != 1:
             raise ValueError("it is a zip archive of neither stable-baselines3 nor a state dict of PyTorch")
-        super().__init__(io.BytesIO(members[names[0]]()))
-        self.memo = Memo()
-        self.members = members
+        super().__init__(io.BytesIO(archive.read(names[0])))
+        self.read = functools.cache(archive.read)  # several tensors may share a storage
         self.folder = names[0].removesuffix("data.pkl")
 
     def find_class(self, module: str, name: str) -> Any:
@@ -228,13 +207,6 @@ class TorchUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it has a {full_name!r:.60}; save a state_dict() of float32 tensors")
         return known[name]
 
-    def load_build(self) -> None:
-        """Ignore the attributes of an object: PyTorch needs none of them."""
-        self.stack.pop()
-
-    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}
-    del dispatch[pickle.DUP[0]], dispatch[pickle.BYTEARRAY8[0]]  # they multiply containers and allocate any size
-
     def persistent_load(self, storage: tuple) -> tuple[str, str]:
         """Return the dtype and member of a storage, described as ("storage", type, member, device, size)."""
         return storage[1:3]
@@ -242,7 +214,7 @@ class TorchUnpickler(pickle._Unpickler):
     def rebuild_tensor(self, storage: tuple, offset: int, shape: tuple, strides: tuple, *_: Any) -> np.ndarray:
         """Return a view of a storage's elements; ValueError if it has elements outside it."""
         dtype, member = storage
-        elements = np.frombuffer(self.members[f"{self.folder}data/{member}"](), dtype)
+        elements = np.frombuffer(self.read(f"{self.folder}data/{member}"), dtype)
         if not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)):  # NumPy's overflow
             raise ValueError("a tensor has an invalid shape")
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
