@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.serialization import to_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, Step
@@ -23,8 +24,8 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
+from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.models import write_flax
 from cleanrl_utils.tracking import start_logging
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
@@ -143,7 +144,8 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
 
 def save_model(params: Params, path: Path) -> None:
     """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads."""
-    write_flax(path, jax.device_get(params))
+    with atomic_write(path) as file:
+        file.write(to_bytes(params))
 
 
 class Ring(NamedTuple):

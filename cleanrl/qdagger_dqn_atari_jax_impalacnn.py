@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.serialization import to_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
 from huggingface_hub import hf_hub_download
 
@@ -25,9 +26,10 @@ from cleanrl_utils.checks import check_args, check_memory
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
+from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
 from cleanrl_utils.max_pool import max_pool
-from cleanrl_utils.models import check_layers, model_errors, read_model, shapes, write_flax
+from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
 
@@ -277,7 +279,8 @@ def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtyp
 
 def save_model(params: Params, path: Path) -> None:
     """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads."""
-    write_flax(path, jax.device_get(params))
+    with atomic_write(path) as file:
+        file.write(to_bytes(params))
 
 
 class Ring(NamedTuple):

@@ -81,6 +81,6 @@ def flag(name: str) -> str:
 def require_packages(what: str, *modules: str) -> None:
     """Import ``modules``, which ``what`` needs; raise a UserError if one is missing."""
     for module in modules:
-        extra = {"jax": "jax", "matplotlib": "plot"}.get(module, "atari")
+        extra = {"flax": "jax", "matplotlib": "plot"}.get(module, "atari")
         with user_errors(f"{what} needs the package {module}", f"pip install '.[{extra}]'", ImportError):
             importlib.import_module(module)

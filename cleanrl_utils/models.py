@@ -30,7 +30,6 @@ from cleanrl_utils.files import atomic_write
 Arrays = dict[str, np.ndarray]  # by the name of a PyTorch state dict or, joined by "/", of flax variables
 Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel
 Library = Literal["torch", "flax"]
-FLAX_ARRAY = 1  # flax's msgpack extension code of an array
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
 MAX_BYTES = 2**30  # of a file, and of what a zip archive unpacks to
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
@@ -244,17 +243,6 @@ def read_flax(data: bytes) -> Params:
         raise ValueError(f"it is neither a PyTorch nor a flax model, or damaged ({one_line(error)})") from error
 
 
-def write_flax(path: Path, params: Params) -> None:
-    """Write flax parameters as msgpack that ``flax.serialization.from_bytes`` reads. flax need not be installed."""
-
-    def pack_array(array: Any) -> msgpack.ExtType:
-        array = np.asarray(array)
-        return msgpack.ExtType(FLAX_ARRAY, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))
-
-    with atomic_write(path) as file:
-        file.write(msgpack.packb(params, default=pack_array))
-
-
 def as_float32(name: str, array: Any, keep_integers: bool) -> np.ndarray:
     """Copy an array of finite floating-point numbers to a float32 array."""
     dtype = str(getattr(array, "dtype", type(array).__name__))
@@ -377,13 +365,15 @@ def convert(
         if target.exists():
             raise UserError(f"{str(target)!r} exists; give another file or remove it")
         target.parent.mkdir(parents=True, exist_ok=True)
-        if format == "flax":
-            write_flax(target, params)
-        else:
-            require_packages("writing the torch format", "torch")
-            import torch
+        require_packages(f"writing the {format} format", format)
+        with atomic_write(target) as file:
+            if format == "flax":
+                from flax.serialization import to_bytes
 
-            with atomic_write(target) as file:
+                file.write(to_bytes(params))
+            else:
+                import torch
+
                 torch.save({key: torch.from_numpy(value) for key, value in weights.items()}, file)
     return format
 

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
+from flax.serialization import to_bytes
 from helpers import (
     DQN,
     DQN_JAX,
@@ -48,7 +49,7 @@ from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
 from cleanrl_utils.errors import UserError, one_line_errors
-from cleanrl_utils.models import read_model, torch_to_flax, write_flax
+from cleanrl_utils.models import read_model, torch_to_flax
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
@@ -289,7 +290,8 @@ def test_pretraining_alone(
     The teacher is a policy of 18 actions in a game of four, and samples wherever it acts.
     """
     weights = read_model(teacher / f"{DQN}.cleanrl_model", "torch").items()
-    write_flax(path := tmp_path / "policy", torch_to_flax({key.replace("network.9", "actor"): x for key, x in weights}))
+    path = tmp_path / "policy"
+    path.write_bytes(to_bytes(torch_to_flax({key.replace("network.9", "actor"): array for key, array in weights})))
     evaluations, temperatures, choose = [], [], script.epsilon_greedy
     monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
     reports, write_progress = [], tracking.write_progress

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
+from flax.serialization import to_bytes
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, read_model, torch_to_flax, write_flax
+from cleanrl_utils.models import convert, read_model, torch_to_flax
 
 ROOT = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
@@ -76,7 +77,8 @@ def test_one_episode_and_its_video(
     monkeypatch.setattr(enjoy, "import_script", import_and_record)
     monkeypatch.chdir(tmp_path)
     weights = read_model(directory / "dqn_atari.cleanrl_model", "torch")
-    write_flax(tmp_path / "ppo", torch_to_flax({key.replace("network.9", "actor"): x for key, x in weights.items()}))
+    policy = torch_to_flax({key.replace("network.9", "actor"): array for key, array in weights.items()})
+    (tmp_path / "ppo").write_bytes(to_bytes(policy))
     flags = {"env_id": "BreakoutNoFrameskip-v4", "full_action_space": True, "capture_video": True}
     (episodic_return,) = play("ppo", eval_episodes=1, **flags)
     assert f"return {episodic_return:.1f} ± 0.0" in capsys.readouterr().out
