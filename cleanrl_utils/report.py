@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -79,26 +78,12 @@ def warn(problem: str, consequence: str) -> None:
 
 
 def read_events(directory: Path) -> Iterator[Any]:
-    """Yield the events of a run; of a damaged file only those before the damage, with a warning."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
+    """Yield the events of a run; of a damaged file those before the damage, as TensorBoard does."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
     for path in sorted(directory.glob(EVENT_FILES)):  # a name begins with a time; a resumed run has several files
-        if not path.is_file():
-            continue
-        size = 0
-        used = 0
-        problem = "is damaged or still being written"
-        try:
-            size = path.stat().st_size
-            for record in RawEventFileLoader(str(path)).Load():
-                event = Event.FromString(record)
-                used += len(record) + 16  # a record is stored with its length and two checksums
-                yield event
-        except Exception as error:  # OSError, protobuf's DecodeError, or TensorFlow's own where it is installed
-            problem = f"can't be read ({one_line(error)})"
-        if used < size:
-            warn(f"{path} {problem}", f"using the first {used:,} of {size:,} bytes")
+        if path.is_file():
+            yield from LegacyEventFileLoader(str(path)).Load()
 
 
 def read_logs(directory: Path) -> tuple[Points, dict[str, str], int]:
@@ -285,8 +270,9 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     for column, (game, group) in zip(axes.T, games.items(), strict=True):
         column[0].set_title(game)
         for run in group:
+            steps = np.linspace(0, run.online_steps, GRID)
             for axis, curve in zip(column, run.curves, strict=False):
-                axis.plot(np.linspace(0, run.online_steps, GRID), curve, **styles[run.exp_name], label=run.exp_name)
+                axis.plot(steps, curve, **styles[run.exp_name], label=run.exp_name)
         draw_evaluations(column[0], group, styles)
         column[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
     for axis, label in zip(axes[:, 0], ("return, mean of\nten episodes", "weight λ"), strict=False):
@@ -303,22 +289,10 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
-def import_matplotlib() -> None:
-    """Import matplotlib, also where MPLBACKEND names a backend that is not installed, as in a shell in Jupyter."""
-    if "matplotlib" in sys.modules:
-        return
-    backend = os.environ.pop("MPLBACKEND", "")
-    with user_errors("matplotlib can't be imported", "check MATPLOTLIBRC and MPLCONFIGDIR"):
-        require_packages("the report", "matplotlib")
-    if backend:  # a notebook that imports this module draws its own figures with it
-        os.environ["MPLBACKEND"] = backend
-        with suppress(ValueError):
-            sys.modules["matplotlib"].rcParams["backend"] = backend
-
-
 def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
     """Draw a figure with matplotlib's defaults, and write it as PNG. Its description is the table of the runs."""
-    import_matplotlib()
+    os.environ.pop("MPLBACKEND", None)  # a shell in Jupyter sets it; the import fails if that backend is not installed
+    require_packages("the figure", "matplotlib")
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure  # pyplot would start the user's backend
 
@@ -330,24 +304,20 @@ def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Se
         figure.savefig(file, format="png", dpi=200, metadata={"Description": table(runs)})
 
 
-def draw_run(run_dir: Path) -> Path | None:
-    """Draw the curves of a run as ``curves.png`` in its directory, and return the path.
+def draw_run(run_dir: Path) -> None:
+    """Draw the curves of a run as ``curves.png`` in its directory, if it has online steps and matplotlib is installed.
 
-    Return None if there is nothing to draw, or matplotlib is not installed. A failure is only a warning, because the
-    figure comes at the end of a run.
+    A failure is only a warning, because the figure comes at the end of a run.
     """
     path = run_dir / "curves.png"
     try:
         if importlib.util.find_spec("matplotlib") is None:
-            return None
+            return
         run = read_run(run_dir)
-        if run is None or run.online_steps == 0:
-            return None
-        save_figure(path, draw_curves, [run])
+        if run is not None and run.online_steps > 0:
+            save_figure(path, draw_curves, [run])
     except Exception as error:
         warn(f"{path} can't be drawn ({one_line(error)})", "the run is complete without it")
-        return None
-    return path
 
 
 def write_data(runs: Sequence[Run], out: Path) -> None:
@@ -363,13 +333,13 @@ def write_data(runs: Sequence[Run], out: Path) -> None:
 
 
 def main(args: Args) -> None:
-    import_matplotlib()
     runs = read_runs(args.paths)
     with user_errors(f"can't write to {args.out}", "give another directory", OSError):
         write_data(runs, args.out)
         (args.out / "table.md").write_text(table(runs), encoding="utf-8")
         (args.out / "curves.png").unlink(missing_ok=True)  # of an earlier report
-        if trained := [run for run in runs if run.online_steps > 0]:
+        trained = [run for run in runs if run.online_steps > 0]
+        if trained:
             save_figure(args.out / "curves.png", draw_curves, trained)
     print(f"{table(runs)}\nthe report is in {args.out}", flush=True)
 
