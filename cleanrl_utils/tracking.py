@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -132,17 +131,12 @@ def start_logging(args: Any, run_dir: Path) -> Writer:
     """Start W&B with ``--track`` and open a TensorBoard writer; a new run logs its flags.
 
     Raises:
-        UserError: W&B can't start, or the run directory can't be written. The directory of a new run is deleted.
+        UserError: W&B can't start, or the run directory can't be written.
     """
-    try:
-        if args.track:
-            start_wandb(args, run_dir)
-        with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
-            writer = Writer(run_dir, args.track)
-    except BaseException:  # also Ctrl-C where W&B asks for a login
-        if args.resume is None:
-            shutil.rmtree(run_dir, ignore_errors=True)
-        raise
+    if args.track:
+        start_wandb(args, run_dir)
+    with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
+        writer = Writer(run_dir, args.track)
     if args.resume is None:
         writer.add_flags(args)
     return writer

@@ -541,12 +541,11 @@ def test_missing_package(module: str, flag: str, teacher: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(("project", "mode", "word"), [("cleanRL", "ofline", "mode"), ("a/b", "offline", "project")])
 def test_wrong_settings_of_wandb(project: str, mode: str, word: str, tmp_path: Path) -> None:
-    """They end in one line and leave no run directory."""
+    """They end in one line."""
     flags = f"--env-id {GAME} --buffer-size 1000 --track --wandb-project-name {project}"
     result = run_script(DQN, tmp_path, *flags.split(), WANDB_MODE=mode)
     assert result.returncode == 2, result.stderr
     assert re.fullmatch(rf"error: W&B can't start: .*{word}.*\n", result.stderr), result.stderr
-    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
