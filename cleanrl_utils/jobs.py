@@ -29,7 +29,7 @@ from cleanrl_utils.errors import user_errors
 LOGS = Path("logs")
 NOTE = re.compile(r"^\[benchmark\] \S+ \S+ (.*)$", re.MULTILINE)
 SUBMITTED = "submitted to Slurm as "  # begins a note, which ends with the id of the job
-# Only directories that lie directly in runs/ match. The runner resumes from them and moves them.
+# Only directories that lie directly in runs/ match. The runner resumes from them.
 RUN_DIR = re.compile(r"^run directory: (runs/[^./\n][^/\n]*)\n", re.MULTILINE)
 STOP_CODES = (124, 129, 130, 138, 140, 143, 152, -1, -2, -10, -12, -15, -24)  # `timeout`, SIGNALS of checkpoint.py
 REMEDY = "make room, allow it, or use another folder"
@@ -139,9 +139,6 @@ class Job:
             with user_errors(f"{name} can't be started", "check --command and the folder", OSError):
                 if self.state == "interrupted":
                     command = [*command, "--resume", str(self.run_dir)]
-                elif self.run_dir:
-                    # The report would count an abandoned directory as a run of its own.
-                    shutil.move(self.run_dir, LOGS)
                 # In a new session, Ctrl-C reaches the runner only. The script inherits the lock with its output.
                 self.process = subprocess.Popen(
                     command,

@@ -114,20 +114,6 @@ def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: s
     assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")} == before
 
 
-@pytest.mark.parametrize(
-    ("directory", "after"),
-    [("runs/old run", "logs/old run"), *((name, name) for name in ("runs/../x", "runs/..", "runs/.", "runs/a/b", "x"))],
-)
-def test_a_directory_without_a_checkpoint_is_moved_if_it_lies_in_runs(directory: str, after: str):
-    (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
-    for path in ("runs", "logs", directory):
-        Path(path).mkdir(exist_ok=True, parents=True)
-    Path(directory, "file").touch()
-    job.log.write_text(f"run directory: {directory}\n")
-    assert benchmark(*PONG, FAKE) == 0
-    assert Path(after, "file").exists()
-
-
 def test_stops_and_odd_progress_are_understood():
     """A run that saves after a signal is "stopped", not "failed"; a progress.json of something else is ignored."""
     killed = {-number for number in SIGNALS}
