@@ -8,7 +8,6 @@ import ctypes
 import math
 import os
 import re
-import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -48,7 +47,7 @@ def available_memory(device: Any) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of memory that this process can still allocate, within its control groups and RLIMIT_AS."""
+    """Return the bytes of memory that this process can still allocate, within its control groups."""
     available = [psutil.virtual_memory().available]
     files_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"]
     files_2 = ["memory.max", "memory.current", "memory.stat"]
@@ -57,9 +56,6 @@ def available_host_memory() -> int:
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
             cached = dict(zip(stat[::2], stat[1::2], strict=False)).get("inactive_file", 0)
             available.append(int(limit) - int(usage) + int(cached))
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
-        available.append(address_space - psutil.Process().memory_info().vms)
     return min(available)
 
 
@@ -73,11 +69,6 @@ def available_cores() -> int:
     if omp.isdecimal() and int(omp) > 0:
         cores.append(int(omp))
     return min(cores)
-
-
-def cpu_name(threads: int) -> str:
-    """Return a name of the CPU with the number of threads that compute."""
-    return f"CPU with {threads} {'thread' if threads == 1 else 'threads'}"
 
 
 def control_groups(controller: str, files_1: list[str], files_2: list[str]) -> Iterator[list[str]]:
@@ -135,7 +126,7 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
         keep_freed_memory()
         device = torch.device("cpu")
         in_hardware = torch.cpu.get_capabilities().get("avx512_bf16", False)  # an ARM processor does not have the key
-        name = cpu_name(threads)
+        name = f"CPU, threads: {threads}"
     bf16 = bf16 and in_hardware
     print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
     return device, bf16
@@ -257,7 +248,7 @@ def set_up_jax(bf16: bool) -> Any:
     if device.platform == "cpu":
         if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
             warn_of_unused_gpu("JAX")
-        name = cpu_name(available_cores())
+        name = f"CPU, threads: {available_cores()}"
     else:
         name = device.device_kind
         # Compiling takes minutes for a GPU. It takes seconds for a CPU, where code of another processor may fail.

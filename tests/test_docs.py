@@ -169,10 +169,6 @@ def test_the_command_of_the_demo_is_in_the_readme() -> None:
     assert any(sorted(words[2:]) == sorted(flags) for words in commands(README))
 
 
-def test_readme_is_short() -> None:
-    assert len(README.read_text().split()) <= 800  # as `wc -w` counts
-
-
 def test_results_are_those_of_the_csv() -> None:
     """The tables, the numbers of the findings and the figures come from benchmark/results.csv."""
     runs = publish.labelled(publish.read_results())
