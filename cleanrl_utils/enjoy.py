@@ -1,7 +1,6 @@
 """Play episodes with a saved model, with CleanRL's flags: ``python -m cleanrl_utils.enjoy --exp-name … --env-id …``"""
 
 import importlib.util
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ class Args:
     capture_video: bool = False
     """whether to film one more episode (check out the `videos` folder)"""
     script: Path | None = None
-    """script with the model's network; by default cleanrl/{exp_name}.py or QDagger's, which has DQN's network too"""
+    """script with the model's network; by default QDagger's, which has DQN's network too"""
     epsilon: float = 0.01
     """probability of a random action"""
     repeat_action_probability: float | None = None
@@ -47,20 +46,15 @@ class Args:
     """whether to play with all 18 actions, for a model that was trained with them"""
 
 
-def import_script(given: Path | None, name: str) -> ModuleType:
-    """Import a script that loads the model ``name``: the one given, or the one of that name, or QDagger's."""
-    library = "_jax" if "_jax" in name else ""
-    own = SCRIPTS / f"{re.sub(r'-offline-[0-9]+$', '', name)}.py"
-    qdagger = SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py"
-    candidates = [given] if given else [path for path in (own, qdagger) if path.is_file()]
-    for path in candidates:
-        with user_errors(f"{str(path)!r} cannot be imported", "give another --script"):
-            spec = importlib.util.spec_from_file_location("script", path)
-            script = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(script)
-        if hasattr(script, "load_model"):
-            return script
-    raise UserError(f"--script {str(given)!r} has no function load_model; give a copy of a QDagger script")
+def import_script(path: Path) -> ModuleType:
+    """Import a script that loads models."""
+    with user_errors(f"{str(path)!r} cannot be imported", "give another --script"):
+        spec = importlib.util.spec_from_file_location("script", path)
+        script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+    if not hasattr(script, "load_model"):
+        raise UserError(f"--script {str(path)!r} has no function load_model; give a copy of a QDagger script")
+    return script
 
 
 def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
@@ -75,7 +69,8 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
     name = args.exp_name
     if repo.endswith(SUFFIXES) and "_jax" not in name:
         name = Path(repo).stem
-    script = import_script(args.script, name)
+    library = "_jax" if "_jax" in name else ""
+    script = import_script(args.script or SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py")
     teacher = repo, args.exp_name, envs.num_actions, 1.0
     if hasattr(script, "jax"):
         network, params, is_policy = script.load_teacher(*teacher, set_up_jax(bf16=True))

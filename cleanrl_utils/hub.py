@@ -163,17 +163,20 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
 
 def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     """Return the README.md of the hub repository ``repo``, with the metadata by which the hub lists models."""
-    script, backend = script_of(args).name, "" if hasattr(args, "cuda") else "_jax"
+    script = script_of(args).name
     result = f"{np.mean(returns):.2f} +/- {np.std(returns):.2f}"  # "+/-" as in CleanRL's model cards
-    task, metric = "reinforcement-learning", "mean_reward"
+    task = "reinforcement-learning"
+    metric = "mean_reward"
     metadata = hf.ModelCardData(
         library_name="cleanrl",
         tags=[args.env_id, "deep-reinforcement-learning", task, "custom-implementation"],
         model_name=args.exp_name,
         eval_results=[hf.EvalResult(task, args.env_id, args.env_id, metric, result, task, metric_name=metric)],
     )
-    qdagger = script if hasattr(args, "teacher_policy_hf_repo") else f"qdagger_dqn_atari{backend}_impalacnn.py"
-    network = "" if script == f"{args.exp_name}.py" else f" --script cleanrl/{qdagger}"
+    backend = "" if hasattr(args, "cuda") else "_jax"
+    default = f"qdagger_dqn_atari{backend}_impalacnn.py"  # it has DQN's network too
+    qdagger = script if hasattr(args, "teacher_policy_hf_repo") else default
+    network = "" if qdagger == default else f" --script cleanrl/{qdagger}"
     game = shlex.join(game_flags(args))
     train = ["python", f"cleanrl/{script}", *changed_flags(args)]
     return f"""---

@@ -102,26 +102,6 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("name", "script"),
-    [
-        ("dqn_atari", "qdagger_dqn_atari_impalacnn"),
-        ("c51_atari_jax", "qdagger_dqn_atari_jax_impalacnn"),
-        ("wide", "wide"),
-        ("wide-offline-40", "wide"),
-        ("wide-offline-x", "qdagger_dqn_atari_impalacnn"),
-    ],
-)
-def test_script_of_a_model(name: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of that name if it loads models, otherwise QDagger's for the backend in the name."""
-    monkeypatch.setattr(enjoy, "SCRIPTS", tmp_path / "cleanrl")
-    (tmp_path / "cleanrl").mkdir()
-    (tmp_path / "cleanrl" / "dqn_atari.py").write_text("import torch\n")
-    for file in ("wide", "qdagger_dqn_atari_impalacnn", "qdagger_dqn_atari_jax_impalacnn"):
-        (tmp_path / "cleanrl" / f"{file}.py").write_text("def load_model():\n    pass\n")
-    assert enjoy.import_script(None, name).__file__ == str(tmp_path / "cleanrl" / f"{script}.py")
-
-
-@pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
@@ -164,4 +144,4 @@ def test_jax_model_plays_without_torch(directory: Path, tmp_path: Path) -> None:
     assert "enjoy: return " in jax.stdout
     assert torch.returncode == 2
     assert len(torch.stderr.splitlines()) == 1
-    assert "dqn_atari.py' cannot be imported: No module named torch;" in torch.stderr
+    assert "qdagger_dqn_atari_impalacnn.py' cannot be imported: No module named torch;" in torch.stderr

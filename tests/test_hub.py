@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import constants
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.hub import check_upload_possible, upload_model
+from cleanrl_utils.hub import check_upload_possible, model_card, upload_model
 
 MODEL = b"the model's bytes" * 100
 NOWHERE = "can't be a hub repository"
@@ -302,6 +302,14 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     flags = f"{' --hf-entity lab' if entity else ''} --capture-video --full-action-space"
     flags += " --repeat-action-probability 0.1 --no-cuda --learning-rate 0.5"
     assert f"\npython cleanrl/test_hub.py{flags}\n" in text
+
+
+def test_model_card_of_a_changed_script():
+    """Only a copy of a QDagger script has to be given to enjoy."""
+    student = make_dataclass("Args", [("teacher_policy_hf_repo", str, "x")], bases=(Args,))
+    student.__module__ = __name__
+    assert " --script cleanrl/test_hub.py --epsilon" in model_card(student(), "lab/student", [1.0])
+    assert "--script" not in model_card(Args(), "lab/student", [1.0])
 
 
 def check_failure(result, reason):
