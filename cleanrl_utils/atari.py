@@ -72,7 +72,8 @@ class AtariEnvs:
         **images: Any,
     ):
         rom, sticky = parse_env_id(env_id, repeat_action_probability)
-        self.num_envs, self.num_threads = num_envs, min(num_envs, available_cores())
+        self.num_envs = num_envs
+        self.num_threads = min(num_envs, available_cores())
         self._envs = AtariVectorEnv(
             rom,
             num_envs,
@@ -99,7 +100,8 @@ class AtariEnvs:
         seeds = np.random.SeedSequence(self._seed if seed is None else seed).generate_state(self.num_envs)
         observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
         self._episode_start = info["frame_number"] - info["episode_frame_number"]
-        self._return, self._length = np.zeros((2, self.num_envs), np.int64)
+        self._return = np.zeros(self.num_envs, np.int64)
+        self._length = np.zeros(self.num_envs, np.int64)
         self._press_fire = np.ones(self.num_envs, bool)
         return observation
 

@@ -86,7 +86,7 @@ def film_episode(act: Act, path: Path, args: Any, between: Callable[[], None] = 
     from imageio import get_writer
 
     seed = args.seed + 2000  # another episode than those of the training and the evaluation
-    game = args.env_id, 1, seed, args.repeat_action_probability, args.full_action_space
+    game = (args.env_id, 1, seed, args.repeat_action_probability, args.full_action_space)
     envs = AtariEnvs(*game)
     camera = AtariEnvs(*game, grayscale=False, img_height=210, img_width=160, stack_num=1)  # the same episode in colour
     observation = envs.reset()

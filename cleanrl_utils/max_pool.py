@@ -7,13 +7,16 @@ import numpy as np
 
 def strongest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute the maximum of each window and its place, int8, 0 to 8 row by row; the first of equal maxima."""
-    rows, columns = (x.shape[1] + 1) // 2, (x.shape[2] + 1) // 2
+    rows = (x.shape[1] + 1) // 2
+    columns = (x.shape[2] + 1) // 2
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=-jnp.inf)
     windows = [x[:, i : i + 2 * rows - 1 : 2, j : j + 2 * columns - 1 : 2] for i in range(3) for j in range(3)]
-    best, place = windows[0], jnp.zeros(windows[0].shape, jnp.int8)
+    best = windows[0]
+    place = jnp.zeros(best.shape, jnp.int8)
     for k, candidate in enumerate(windows[1:], start=1):
         better = candidate > best
-        best, place = jnp.where(better, candidate, best), jnp.where(better, jnp.int8(k), place)
+        best = jnp.where(better, candidate, best)
+        place = jnp.where(better, jnp.int8(k), place)
     return best, place
 
 
@@ -35,7 +38,8 @@ def max_pool_forward(x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, np.ndarr
 
 def max_pool_backward(residual: tuple[jax.Array, np.ndarray], gradient: jax.Array) -> tuple[jax.Array]:
     """Compute the gradient of x, (B, H, W, C), from that of the maxima."""
-    place, (_, height, width) = residual[0], residual[1].shape
+    place, size = residual
+    _, height, width = size.shape
     batch, rows, columns, channels = place.shape
     # Window (i, j) covers the rows 2i - 1 … 2i + 1. So an even row lies in the middle of one window, and an odd one at
     # the end of one and the beginning of the next: each of the four kinds of pixels gathers from its own few windows.

@@ -140,7 +140,8 @@ def read_torch(data: bytes) -> dict[str, Any]:
 def read_sb3_actions(data: bytes) -> int:
     """Return the number of actions in the settings of stable-baselines3, JSON; ValueError if they can't be played."""
     settings = json.loads(data)  # pickles in it are text
-    space, box = settings["action_space"], settings["observation_space"]
+    space = settings["action_space"]
+    box = settings["observation_space"]
     shape = box.get("_shape", box.get("shape"))
     is_scaled = settings["policy_kwargs"].get("normalize_images", True)
     if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not is_scaled:
@@ -236,8 +237,9 @@ def read_flax(data: bytes) -> Params:
         if tree.keys() == {"0", "1", "2"}:  # PPO: network, actor, critic
             return {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
         if tree.keys() == {"model_weights", "args"}:  # C51
-            v_min, v_max, n_atoms = (tree["args"][name] for name in ("v_min", "v_max", "n_atoms"))
-            return tree["model_weights"] | {"atoms": np.linspace(v_min, v_max, min(n_atoms, 10**6), dtype=np.float32)}
+            flags = tree["args"]
+            atoms = np.linspace(flags["v_min"], flags["v_max"], min(flags["n_atoms"], 10**6), dtype=np.float32)
+            return tree["model_weights"] | {"atoms": atoms}
         return dict(tree)
     except Exception as error:  # msgpack and NumPy raise many kinds
         raise ValueError(f"it is neither a PyTorch nor a flax model, or damaged ({one_line(error)})") from error
