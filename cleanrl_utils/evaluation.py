@@ -128,8 +128,7 @@ def print_summary(args: Any, run_dir: Path, progress: Any, distill_coefficient: 
     if args.total_timesteps > 0:
         print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
     if teacher > random and np.mean(progress.final_returns) > teacher:
-        above = (np.mean(progress.final_returns) - teacher) / (teacher - random)
-        print(f"  The student is above its teacher by {above:.0%} of the teacher's lead over the random policy.")
+        print(f"  The student's return is {np.mean(progress.final_returns) - teacher:.1f} above its teacher's.")
     print()
     if (run_dir / "curves.png").exists():
         print(f"picture:             {run_dir / 'curves.png'}")
