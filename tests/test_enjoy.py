@@ -106,13 +106,11 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     [
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
         ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
-        ({"env_id": "AliennNoFrameskip-v4"}, "Did you mean: `Alien`?"),
         ({"env_id": "PongNoFrameskip-v4"}, "for 6 actions; --full-action-space plays with all 18"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
         ({"script": Path("nowhere.py")}, "'nowhere.py' cannot be imported:"),
         ({"script": ROOT / "README.md"}, "README.md' cannot be imported:"),
         ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "has no function load_model"),
-        ({"repeat_action_probability": 1.0}, "--repeat-action-probability is 1.0"),
     ],
 )
 def test_bad_input(flags: dict, message: str, directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -86,20 +85,3 @@ def test_pinned_versions_include_the_project() -> None:
     """After `pip install -r requirements/requirements-atari.txt`, the scripts find the helpers."""
     for file in (ROOT / "requirements").glob("requirements-*.txt"):
         assert file.read_text().splitlines()[-1] == "-e .", file
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_clones_keep_line_endings(tmp_path: Path) -> None:
-    """Clones with core.autocrlf, as on Windows, have the same files: shells and make need LF."""
-    git = ["git", "-c", "core.autocrlf=true", "-c", "user.name=a", "-c", "user.email=a", "-C", tmp_path / "original"]
-    names = [".gitattributes", ".ci/run", "Makefile", "benchmark/gpu.sh", "cleanrl/dqn_atari.py"]
-    for name in names:
-        (tmp_path / "original" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / "original" / name)
-    for name in ("a.cleanrl_model", "a.npz", "a.png"):
-        (tmp_path / "original" / name).write_bytes(b"binary\r\nwithout a zero\n")
-        names.append(name)
-    for command in (["init"], ["add", "."], ["commit", "--message", "All"], ["clone", ".", tmp_path / "clone"]):
-        subprocess.run([*git, *command], check=True, capture_output=True)
-    for name in names:
-        assert (tmp_path / "clone" / name).read_bytes() == (tmp_path / "original" / name).read_bytes(), name

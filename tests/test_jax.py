@@ -21,17 +21,14 @@ import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from helpers import (
     REPO,
-    TIMED_TAGS,
     SmallFlaxNetwork,
     SmallNetwork,
     dqn_jax_losses,
     dqn_losses,
     float64,
-    only,
     qdagger_jax_losses,
     qdagger_losses,
     random_batch,
-    read_scalars,
     run_script,
     spread,
     tiny,
@@ -267,28 +264,6 @@ def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch
     assert len(counts) == 30
     assert counts[9] > 0
     assert counts[15:] == [counts[15]] * 15
-
-
-@pytest.mark.usefixtures("small_networks", "no_evaluations")
-def test_same_seed_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logged values, except speeds, and models are the same; those of another seed are not."""
-    monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 200)
-    teacher = write_teacher(tmp_path / "teacher")
-    flags = {"offline_steps": 10, "offline_eval_frequency": 10, "total_timesteps": 130, "train_frequency": 10}
-    scalars, models = [], []
-    for name, seed in (("first", 3), ("second", 3), ("other", 4)):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        args = tiny(teacher, seed=seed, save_model=True, buffer_size=60, **flags)
-        qdagger_jax.main(twin(args, qdagger_jax))
-        run_dir = only(Path("runs").iterdir())
-        models.append([path.read_bytes() for path in sorted(run_dir.glob("*.cleanrl_model"))])
-        scalars.append({tag: points for tag, points in read_scalars(run_dir).items() if tag not in TIMED_TAGS})
-    assert "losses/td_loss" in scalars[0]
-    assert len(models[0]) == 2
-    assert (scalars[0], models[0]) == (scalars[1], models[1])
-    assert scalars[0]["losses/td_loss"] != scalars[2]["losses/td_loss"]
-    assert all(a != b for a, b in zip(models[0], models[2], strict=True))
 
 
 @pytest.mark.parametrize("script", ["dqn_atari_jax", "qdagger_dqn_atari_jax_impalacnn"])

@@ -277,27 +277,6 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
     assert batch.n_step_return[1:4].tolist() == [rewards[1:] @ [1, 0.5, 0.25], rewards[2:] @ [1, 0.5], rewards[3]]
 
 
-@every_script
-def test_stack_contains_frames_before_a_lost_life_but_not_before_a_reset(script: Any) -> None:
-    """Written out without the oracle."""
-    rollout = scripted(script, 32, 1, [[STEP, STEP, LIFE] + [STEP] * 6, [STEP, STEP, END] + [STEP] * 6])
-    batch = rollout.buffer.batch(np.array([4, 4, 7]), np.array([0, 1, 1]))
-    assert list(map(steps_of, batch.observation)) == [[1, 2, 3, 4], [None, None, None, 4], [4, 5, 6, 7]]
-
-
-@every_script
-def test_a_resumed_run_truncates_the_episodes(script: Any) -> None:
-    """Step 5 is the last before the stop, so that transitions before it bootstrap from its observation."""
-    rollout = scripted(script, 32, 3, [[STEP] * 6 + [RESUME] + [STEP] * 10, [STEP] * 4 + [LIFE, END] + [STEP] * 11])
-    batch = rollout.buffer.batch(np.array([2, 3, 4, 6, 7, 3]), np.array([0, 0, 0, 0, 0, 1]))
-    assert list(map(step_and_env, batch.bootstrap_observation)) == [*[(5, 0)] * 3, (9, 0), (10, 0), (5, 1)]
-    assert batch.bootstrap_discount.tolist() == [0.5**3, 0.5**2, 0.5, 0.5**3, 0.5**3, 0]
-    rewards = np.clip(rollout.episodes[0][0].rewards, -1, 1)
-    assert batch.n_step_return[:3].tolist() == [rewards[2:5] @ [1, 0.5, 0.25], rewards[3:5] @ [1, 0.5], rewards[4]]
-    assert list(map(steps_of, batch.observation[3:5])) == [[None, None, None, 6], [None, None, 6, 7]]
-    assert set(rollout.count(4000)) == {(t, env) for t in range(13) for env in range(2) if t != 5}
-
-
 # ==================== sampling ====================
 
 

@@ -242,34 +242,6 @@ def test_loss_and_its_gradient(
     assert target_table.q_values.grad is None
 
 
-def test_gradient_of_every_parameter() -> None:
-    """Compare with central differences of the reference, along a random direction in every array.
-
-    Both sides compute in float64, so that no wrong term is as small as the rounding.
-    """
-    rng, eps, arrays = np.random.default_rng(5), 1e-6, random_batch(5, 3, 4)
-    with float64():
-        q_network, target_network = (spread(qdagger.QNetwork(4), seed) for seed in (20, 21))
-        batch = qdagger.Batch(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-        batch = batch._replace(teacher_q_values=batch.teacher_q_values.double())
-        losses = qdagger_losses(q_network, target_network, batch, 0.7, 0.5)
-        losses.loss.backward()
-    weights = float64_weights(q_network)
-    bootstrap_q = impala(float64_weights(target_network), arrays["bootstrap_observation"])
-    reference = Reference(batch, bootstrap_q, 0.7, 0.5)
-
-    def loss(changed: Weights) -> float:
-        return reference.losses(impala(weights | changed, arrays["observation"]))[0]
-
-    assert losses.loss.item() == pytest.approx(loss({}), rel=1e-10)
-    for name, parameter in q_network.named_parameters():
-        # Half along the gradient, or the derivative of a large array would be as small as the rounding of differences.
-        gradient, direction = parameter.grad.numpy(), rng.normal(size=parameter.shape)
-        direction = direction / np.linalg.norm(direction) + gradient / np.linalg.norm(gradient)
-        plus, minus = (loss({name: weights[name] + sign * eps * direction}) for sign in (1, -1))
-        assert (plus - minus) / (2 * eps) == pytest.approx((gradient * direction).sum(), rel=1e-4), name
-
-
 # ==================== updates ====================
 
 

@@ -25,7 +25,6 @@ from test_teachers import load_q_function
 from cleanrl_utils import enjoy
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, read_model
 
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
 SIZES = "--num-envs 2 --teacher-steps 60 --offline-steps 4 --offline-eval-frequency 4 --total-timesteps 60 "
@@ -116,18 +115,6 @@ def q_values_of(copy: ModuleType, path: Path) -> np.ndarray:
     observation = np.random.default_rng(5).integers(0, 256, (2, 4, 84, 84), np.uint8)
     q_function, _ = load_q_function(copy, path, num_actions=NUM_ACTIONS)
     return q_function(observation)
-
-
-def test_conversion_to_the_other_format(student: Student, tmp_path: Path) -> None:
-    """The copy reads it as well, and converted back it has the same weights."""
-    assert convert(student.model, tmp_path / "other") == ("torch" if student.script is qdagger_jax else "flax")
-    convert(tmp_path / "other", tmp_path / "back")
-    expected, back = (read_model(path, "torch") for path in (student.model, tmp_path / "back"))
-    assert list(back) == list(expected)
-    assert all(np.array_equal(back[key], expected[key]) for key in expected)
-    q_values = q_values_of(student.copy, student.model)
-    assert np.ptp(q_values) > 1e-3
-    np.testing.assert_array_equal(q_values_of(student.copy, tmp_path / "other"), q_values)
 
 
 def test_the_student_is_the_next_teacher(student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
