@@ -36,7 +36,9 @@ def test_extras_of_cleanrl() -> None:
 def make_environment(venv: Path, path: str) -> subprocess.CompletedProcess:
     """Run the rule of the Makefile that makes the virtual environment."""
     command = ["make", f"VENV={venv}", f"{venv}/bin/python"]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    # `make test PYTHON=python` hands PYTHON on in both of these variables.
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "PYTHON")}
+    return subprocess.run(command, cwd=ROOT, env=environment | {"PATH": path}, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
