@@ -277,7 +277,7 @@ class Checkpoint:
         segment = Segment(f"{step}-{step + steps}-{uuid4().hex[:8]}.replay", step, step + steps)
         arrays = {key: read_ring(array, slot, slot + steps) for key, array in replay.ring._asdict().items()}
         with atomic_write(self.directory / segment.file) as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **arrays)
         return segment
 
 

@@ -333,7 +333,7 @@ class StubEnvs:
     def step(self, action: np.ndarray) -> Step:
         assert (action.shape, action.dtype) == ((self.num_envs,), np.int64)
         reset, none = self.age == self.lengths, np.zeros(self.num_envs, bool)
-        episodes = [(int(length), int(length)) for length in self.lengths[reset]]
+        episodes = [(env, int(self.lengths[env]), int(self.lengths[env])) for env in np.flatnonzero(reset)]
         self.age = np.where(reset, 0, self.age + 1)
         self.lengths = np.where(reset, self.rng.choice([4, 61], self.num_envs), self.lengths)
         return Step(self.observation, none.astype(np.int32), none, none, reset, episodes)
