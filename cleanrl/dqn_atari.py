@@ -3,6 +3,13 @@
 Mnih et al. (2015), Human-level control through deep reinforcement learning; n-step returns are optional.
 """
 
+import os
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # GNU OpenMP's threads spin while they wait for one that has lost its core to another program, by default for
+    # milliseconds. This limits it, and is read when PyTorch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import copy
 import time
 from collections.abc import Callable

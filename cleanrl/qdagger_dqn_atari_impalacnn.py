@@ -3,6 +3,13 @@
 Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/qdagger.md
 """
 
+import os
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # GNU OpenMP's threads spin while they wait for one that has lost its core to another program, by default for
+    # milliseconds. This limits it, and is read when PyTorch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import copy
 import math
 import time

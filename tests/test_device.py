@@ -253,3 +253,19 @@ def test_threads_of_jax() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.stdout.endswith("\n5\n"), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "spins"), [("X=", "10000"), ("GOMP_SPINCOUNT=7", "7"), ("OMP_WAIT_POLICY=PASSIVE", "0")]
+)
+@pytest.mark.parametrize("script", ["dqn_atari", "qdagger_dqn_atari_impalacnn"])
+def test_spinning_threads(script: str, variable: str, spins: str) -> None:
+    """OpenMP, as PyTorch loads it, has the script's limit of spins or that of the user."""
+    name, value = variable.split("=")
+    inherited = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment = inherited | {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": str(ROOT / "cleanrl"), name: value}
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if "GOMP" not in run.stderr:
+        pytest.skip("PyTorch has another OpenMP library")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
