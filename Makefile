@@ -7,11 +7,11 @@ RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 PYTEST := -m pytest --numprocesses 2 --dist loadfile
 TEACHER := teachers/BreakoutNoFrameskip-v4-ppo-seed1
-# The teacher explores little, so that its few data show the whole game. λ = 6 is the authors' value. The offline phase
-# begins with a large learning rate and ends with a small one, which also protects the policy where λ is 0. In Breakout,
-# the tenth episode ends after about 6,000 steps, where λ begins to be annealed.
+# The teacher explores little, so that its few data show the whole game. λ = 6 is the authors' value. A large
+# learning rate is good in the offline phase only, and a small one protects the policy where λ is 0. In Breakout, the
+# tenth episode ends after about 6,000 steps, where λ begins to be annealed.
 DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-step 3 --num-envs 4 \
-	--learning-rate 1e-3 --online-learning-rate 3e-5 --final-learning-rate 1e-5 --warmup-updates 300 \
+	--learning-rate 1e-3 --online-learning-rate 1e-4 --final-learning-rate 1e-5 --warmup-updates 300 \
 	--distill-coefficient 6 --start-e 0.1 --teacher-steps 20000 --offline-steps 2000 --total-timesteps 10000 \
 	--learning-starts 1000 --train-frequency 16 --buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
 

@@ -41,8 +41,8 @@ small Pong $torch -demo $pong "--n-step 1 --offline-steps 2000 --total-timesteps
     --eval-episodes 100"
 # The flags of `make demo`; the results have five seeds.
 seeds=5 name=demo small Breakout $torch "" teachers/BreakoutNoFrameskip-v4-ppo-seed1 "--distill-coefficient 6 --start-e 0.1
-    --online-learning-rate 3e-5 --final-learning-rate 1e-5 --offline-steps 2000 --total-timesteps 10000
-    --train-frequency 16 --buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20"
+    --offline-steps 2000 --total-timesteps 10000 --train-frequency 16 --buffer-size 10000 --final-learning-rate 1e-5
+    --teacher-eval-episodes 20 --eval-episodes 20"
 # Q-learning alone can collapse in the offline phase at a learning rate of 1e-3.
 small Pong $torch -offline-only $pong "--distill-coefficient 0 $taught"
 small Breakout $torch -offline-only $breakout "--distill-coefficient 0 $taught"
