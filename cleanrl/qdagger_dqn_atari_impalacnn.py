@@ -8,7 +8,7 @@ import os
 if "OMP_WAIT_POLICY" not in os.environ:
     # GNU OpenMP's threads spin while they wait for one that has lost its core to another program, by default for
     # milliseconds. This limits it, and is read when PyTorch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import copy
 import math

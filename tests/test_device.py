@@ -256,7 +256,7 @@ def test_threads_of_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "spins"), [("X=", "10000"), ("GOMP_SPINCOUNT=7", "7"), ("OMP_WAIT_POLICY=PASSIVE", "0")]
+    ("variable", "spins"), [("X=", "3000"), ("GOMP_SPINCOUNT=7", "7"), ("OMP_WAIT_POLICY=PASSIVE", "0")]
 )
 @pytest.mark.parametrize("script", ["dqn_atari", "qdagger_dqn_atari_impalacnn"])
 def test_spinning_threads(script: str, variable: str, spins: str) -> None:
