@@ -207,6 +207,7 @@ def test_results_are_those_of_the_csv() -> None:
         *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
         *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}." for x in ("", ", final lr 1e-5")),
         *(spread("Breakout", "PPO as teacher", name) for name in ("teacher_return", "final_return")),
+        *(spread("Breakout", "make demo (10,000 steps)", name) for name in ("teacher_return", "final_return")),
         f"JAX script ended at {column('Breakout', 'PPO as teacher, JAX')[0]:.1f}",
         *map("{:.1f} (standard error {:.1f})".format, column(*long), column(*long, "final_standard_error")),
         "{:.1f} and {:.1f} over 30".format(*column(*long, "teacher_return")),
