@@ -188,10 +188,10 @@ class Replay:
             valid=jnp.zeros(shape, bool),
         )
 
-    def add(self, observation: jax.Array, action: np.ndarray, result: Step) -> None:
+    def add(self, observation: np.ndarray, action: np.ndarray, result: Step) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
         step = Ring(
-            frame=observation,  # `write_step`, which is compiled, takes the newest frame
+            frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
@@ -217,8 +217,7 @@ class Replay:
 
 @functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
 def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
-    """Write a step of each environment, arrays (N, …), to a slot; its ``frame`` is a stack, of which one is stored."""
-    step = step._replace(frame=step.frame[:, -1])
+    """Write a step of each environment, arrays (N, …), to a slot."""
     return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
 
 
@@ -383,7 +382,7 @@ def main(args: Args) -> None:
         update = make_update(q_network, optimizer, args)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        observation = jax.device_put(envs.reset((args.seed, progress.step)))
+        observation = envs.reset((args.seed, progress.step))
         bar = writer.report_progress("training", range(progress.step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for global_step in bar:
@@ -403,7 +402,7 @@ def main(args: Args) -> None:
             action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng))
             result = envs.recv()
             replay.add(observation, action, result)
-            observation = jax.device_put(result.observation)
+            observation = result.observation
 
             progress.step = next_step
             progress.seconds = time.perf_counter() - start_time

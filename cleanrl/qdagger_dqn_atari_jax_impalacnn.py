@@ -326,10 +326,10 @@ class Replay:
             teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
         )
 
-    def add(self, observation: jax.Array, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
+    def add(self, observation: np.ndarray, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
         """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
         step = Ring(
-            frame=observation,  # `write_step`, which is compiled, takes the newest frame
+            frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
@@ -356,8 +356,7 @@ class Replay:
 
 @functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
 def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
-    """Write a step of each environment, arrays (N, …), to a slot; its ``frame`` is a stack, of which one is stored."""
-    step = step._replace(frame=step.frame[:, -1])
+    """Write a step of each environment, arrays (N, …), to a slot."""
     return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
 
 
@@ -462,19 +461,14 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
         state: TrainState, ring: Ring, low: int, high: int, distill_coefficient: float, *learning_rates: float
     ) -> tuple[TrainState, Losses]:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
-        num_transitions = len(learning_rates) * args.batch_size
-        key, sample_key = jax.random.split(state.key)
-        batches = sample(ring, low, high, num_transitions, sample_key, args.n_step, args.gamma)
-        # The targets of all gradient steps at once take less time.
-        targets = td_target(state.target_params, batches, q_network.apply)
+        key, *sample_keys = jax.random.split(state.key, len(learning_rates) + 1)
+        batches = [sample(ring, low, high, args.batch_size, k, args.n_step, args.gamma) for k in sample_keys]
+        # XLA is faster with the targets of all gradient steps first.
+        targets = [td_target(state.target_params, batch, q_network.apply) for batch in batches]
         params = state.params
         optimizer_state = state.optimizer_state
-        for i, learning_rate in enumerate(learning_rates):
-            rows = slice(i * args.batch_size, (i + 1) * args.batch_size)
-            batch = Batch(*(array[rows] for array in batches))
-            gradients, losses = gradient_of(
-                params, targets[rows], batch, distill_coefficient, args.temperature, q_network.apply
-            )
+        for learning_rate, y, batch in zip(learning_rates, targets, batches, strict=True):
+            gradients, losses = gradient_of(params, y, batch, distill_coefficient, args.temperature, q_network.apply)
             hyperparams = optimizer_state.hyperparams | {"learning_rate": learning_rate}
             updates, optimizer_state = optimizer.update(gradients, optimizer_state._replace(hyperparams=hyperparams))
             params = optax.apply_updates(params, updates)
@@ -625,7 +619,7 @@ def main(args: Args) -> None:
 
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
-            observation = jax.device_put(envs.reset((args.seed, progress.teacher_step)))
+            observation = envs.reset((args.seed, progress.teacher_step))
             bar = writer.report_progress("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
             start_time = time.perf_counter() - progress.seconds
             for step in bar:
@@ -635,7 +629,7 @@ def main(args: Args) -> None:
                 action = envs.send(action)
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
-                observation = jax.device_put(result.observation)
+                observation = result.observation
 
                 progress.teacher_step = step + args.num_envs
                 progress.seconds = time.perf_counter() - start_time
@@ -697,7 +691,7 @@ def main(args: Args) -> None:
         compute_q_values = make_q_values(q_network, teacher)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        observation = jax.device_put(envs.reset((args.seed, progress.online_step)))
+        observation = envs.reset((args.seed, progress.online_step))
         bar = writer.report_progress("online", range(progress.online_step, args.total_timesteps, args.num_envs))
         start_time = time.perf_counter() - progress.seconds
         for step in bar:
@@ -724,7 +718,7 @@ def main(args: Args) -> None:
             action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng, 0.0))
             result = envs.recv()
             replay.add(observation, action, result, teacher_q_values)
-            observation = jax.device_put(result.observation)
+            observation = result.observation
 
             progress.online_step = next_step
             progress.seconds = time.perf_counter() - start_time
