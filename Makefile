@@ -19,7 +19,7 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	docs docs-serve requirements clean
 
 help:
-	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 16 minutes on one core"
+	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 6 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
 	@echo "make test           run the tests, 5 to 9 minutes on 2 cores of an AMD EPYC"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
