@@ -413,7 +413,7 @@ def test_the_published_benchmarks_use_flags_that_their_scripts_accept(monkeypatc
     assert len(calls) > 1
     for call in calls:
         jobs = make_jobs(tyro.cli(Args, args=call[2:]))
-        assert sorted({job.seed for job in jobs}) == [1, 2, 3]
+        assert {job.seed for job in jobs} >= {1, 2, 3}  # make demo has five seeds
         for job in jobs:
             args = tyro.cli(importlib.import_module(Path(job.script).stem).Args, args=job.command[2:])
             teacher = getattr(args, "teacher_policy_hf_repo", None) or "teachers"
