@@ -36,7 +36,9 @@ from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import start_logging
 
-UPDATES_PER_CALL = 4  # gradient steps of one call of `update`, at most; a GPU runs them as one CUDA graph
+# Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
+# one CUDA graph: both take less time than step by step.
+UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates or environment steps
 
 

@@ -37,7 +37,8 @@ BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise netw
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 Model = tuple[nn.Module, Params, bool]  # the network, its variables, and whether it is a policy
 
-UPDATES_PER_CALL = 4  # gradient steps of one call of `update`, at most; they are compiled into one program
+# Gradient steps of one call of `update`, at most. They are compiled into one program, which takes less time.
+UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates or environment steps
 
 
