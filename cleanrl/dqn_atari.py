@@ -24,12 +24,12 @@ import torch.nn as nn
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import cuda_graph, download, set_up_torch, upload
+from cleanrl_utils.device import cuda_graph, set_up_torch, upload
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import start_logging
+from cleanrl_utils.tracking import progress_bar, start_logging
 
 LOG_EVERY = 100  # environment steps
 
@@ -111,9 +111,7 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     step: int = 0  # environment steps
-    seconds: float = 0.0  # time of training
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
-    final_returns: list[float] = field(default_factory=list)  # episodic returns of the final evaluation
 
 
 class QNetwork(nn.Module):
@@ -283,7 +281,7 @@ def make_update(
     q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
     generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
+    """Return the function that updates the Q-network."""
     loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
     def update(low: int, high: int) -> Losses:
@@ -297,7 +295,7 @@ def make_update(
         optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    return cuda_graph(update, generator) if args.cuda_graph and ring.frame.is_cuda else update
+    return update
 
 
 @torch.no_grad()
@@ -352,7 +350,6 @@ def main(args: Args) -> None:
     parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
     parts |= {"generator": generator, "rng": rng, "writer": writer}
     progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
-    args.total_timesteps = max(args.total_timesteps, progress.step)  # a smaller number ends a resumed run now
 
     @torch.no_grad()
     def q_values_of(observation: torch.Tensor) -> torch.Tensor:
@@ -365,19 +362,22 @@ def main(args: Args) -> None:
         if progress.step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        else:
-            checkpoint.save(progress, parts)  # a full disk is found now
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+        if args.cuda_graph and on_gpu:
+            update = cuda_graph(update, generator)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = upload(envs.reset((args.seed, progress.step)), device)
-        bar = writer.report_progress("training", range(progress.step, args.total_timesteps, args.num_envs))
-        start_time = time.perf_counter() - progress.seconds
+        steps = range(progress.step, args.total_timesteps, args.num_envs)
+        bar = progress_bar("training", steps)
+        start_time = time.perf_counter()
         for global_step in bar:
             next_step = global_step + args.num_envs
-            read_q_values = download(q_values_of(observation))
+            q_values = q_values_of(observation).cpu().numpy()
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(q_values, epsilon, rng))
 
-            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
+            # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
             low, high = replay.window
             if global_step >= args.learning_starts and high > low:
                 for _ in range(times_due(global_step, next_step, args.train_frequency)):
@@ -385,16 +385,14 @@ def main(args: Args) -> None:
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
 
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(read_q_values(), epsilon, rng))
             result = envs.recv()
             replay.add(observation, action, result)
             observation = upload(result.observation, device)
 
             progress.step = next_step
-            progress.seconds = time.perf_counter() - start_time
             if times_due(global_step, next_step, LOG_EVERY):
-                writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
+                sps = (next_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/SPS", int(sps), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
@@ -405,7 +403,7 @@ def main(args: Args) -> None:
                 # increasing steps, so these come after the points of `global_step`.
                 writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.show_return(np.mean(progress.recent_returns))
+                bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts, replay)
         del replay, update  # frees their memory for the evaluation
     envs.close()
@@ -415,24 +413,20 @@ def main(args: Args) -> None:
     if args.save_model:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
-    if not progress.final_returns:
-        checkpoint.save(progress, parts)  # an evaluation that is interrupted starts again from here
-        action_rng = np.random.default_rng(args.seed + 1000)
+    checkpoint.save(progress, parts)  # an evaluation that is interrupted starts again from here
+    action_rng = np.random.default_rng(args.seed + 1000)
 
-        def act(observation: np.ndarray) -> np.ndarray:
-            q_values = q_values_of(upload(observation, device)).cpu().numpy()
-            return epsilon_greedy(q_values, args.end_e, action_rng)
+    def act(observation: np.ndarray) -> np.ndarray:
+        q_values = q_values_of(upload(observation, device)).cpu().numpy()
+        return epsilon_greedy(q_values, args.end_e, action_rng)
 
-        progress.final_returns = play_episodes(
-            "evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
-        )
-        checkpoint.save(progress, parts)
-    for i, episodic_return in enumerate(progress.final_returns):
+    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told)
+    for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.final_returns)
+        upload_model(args, run_dir, model_path, final_returns)
     checkpoint.finish()
 
 

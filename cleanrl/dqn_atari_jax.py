@@ -26,7 +26,7 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import start_logging
+from cleanrl_utils.tracking import progress_bar, start_logging
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 
@@ -102,9 +102,7 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     step: int = 0  # environment steps
-    seconds: float = 0.0  # time of training
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
-    final_returns: list[float] = field(default_factory=list)  # episodic returns of the final evaluation
 
 
 class QNetwork(nn.Module):
@@ -124,20 +122,14 @@ class QNetwork(nn.Module):
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
-    """Initialise kernels and their biases as PyTorch does, uniformly in ±1/√fan_in; other arrays as flax does."""
-
-    def init_as_flax(path: tuple[str, ...]) -> jax.Array:
-        return jax.jit(lambda key: flatten_dict(network.init(key, np.zeros((1, 4, 84, 84), np.uint8)))[path])(key)
-
-    params = {}
-    variables = jax.eval_shape(network.init, key, np.zeros((1, 4, 84, 84), np.uint8))  # shapes and dtypes only
-    for layer, arrays in flatten_dict(variables, is_leaf=lambda path, node: "kernel" in node).items():
-        if not isinstance(arrays, dict):  # an array of a layer without a kernel, such as a normalisation
-            params[layer] = init_as_flax(layer)
-            continue
-        bound = np.prod(arrays["kernel"].shape[:-1]) ** -0.5
-        for name, array in arrays.items():
+    """Initialise layers with a kernel as PyTorch does, uniformly in ±1/√fan_in, and others as flax does."""
+    blank = np.zeros((1, 4, 84, 84), np.uint8)
+    params = flatten_dict(jax.jit(network.init)(key, blank))
+    for (*layer, name), array in params.items():
+        kernel = params.get((*layer, "kernel"))
+        if kernel is not None:
             key, own_key = jax.random.split(key)
+            bound = np.prod(kernel.shape[:-1]) ** -0.5
             params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
     return unflatten_dict(params)
 
@@ -369,7 +361,6 @@ def main(args: Args) -> None:
     restored = parts()
     progress = checkpoint.restore(Progress(), restored)  # unchanged in a new run
     state = restored["state"]
-    args.total_timesteps = max(args.total_timesteps, progress.step)  # a smaller number ends a resumed run now
 
     # ==================== training ====================
     if progress.step < args.total_timesteps:
@@ -377,20 +368,20 @@ def main(args: Args) -> None:
         if progress.step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        else:
-            checkpoint.save(progress, parts())  # a full disk is found now
         update = make_update(q_network, optimizer, args)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = envs.reset((args.seed, progress.step))
-        bar = writer.report_progress("training", range(progress.step, args.total_timesteps, args.num_envs))
-        start_time = time.perf_counter() - progress.seconds
+        steps = range(progress.step, args.total_timesteps, args.num_envs)
+        bar = progress_bar("training", steps)
+        start_time = time.perf_counter()
         for global_step in bar:
             next_step = global_step + args.num_envs
-            q_values = q_values_of(state.params, observation)
-            q_values.copy_to_host_async()
+            q_values = np.asarray(q_values_of(state.params, observation))
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(q_values, epsilon, rng))
 
-            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
+            # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
             low, high = replay.window
             if global_step >= args.learning_starts and high > low:
                 for _ in range(times_due(global_step, next_step, args.train_frequency)):
@@ -398,16 +389,14 @@ def main(args: Args) -> None:
                 for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
 
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng))
             result = envs.recv()
             replay.add(observation, action, result)
             observation = result.observation
 
             progress.step = next_step
-            progress.seconds = time.perf_counter() - start_time
             if times_due(global_step, next_step, LOG_EVERY):
-                writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
+                sps = (next_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/SPS", int(sps), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
@@ -418,7 +407,7 @@ def main(args: Args) -> None:
                 # increasing steps, so these come after the points of `global_step`.
                 writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.show_return(np.mean(progress.recent_returns))
+                bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts(), replay)
         del replay  # frees its memory for the evaluation
     envs.close()
@@ -428,24 +417,20 @@ def main(args: Args) -> None:
     if args.save_model:
         save_model(state.params, model_path)
         print(f"model saved to {model_path}")
-    if not progress.final_returns:
-        checkpoint.save(progress, parts())  # an evaluation that is interrupted starts again from here
-        action_rng = np.random.default_rng(args.seed + 1000)
+    checkpoint.save(progress, parts())  # an evaluation that is interrupted starts again from here
+    action_rng = np.random.default_rng(args.seed + 1000)
 
-        def act(observation: np.ndarray) -> np.ndarray:
-            q_values = np.asarray(q_values_of(state.params, observation))
-            return epsilon_greedy(q_values, args.end_e, action_rng)
+    def act(observation: np.ndarray) -> np.ndarray:
+        q_values = np.asarray(q_values_of(state.params, observation))
+        return epsilon_greedy(q_values, args.end_e, action_rng)
 
-        progress.final_returns = play_episodes(
-            "evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told
-        )
-        checkpoint.save(progress, parts())
-    for i, episodic_return in enumerate(progress.final_returns):
+    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told)
+    for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.final_returns)
+        upload_model(args, run_dir, model_path, final_returns)
     checkpoint.finish()
 
 

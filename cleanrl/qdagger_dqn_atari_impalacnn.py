@@ -27,14 +27,14 @@ from huggingface_hub import hf_hub_download
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import cuda_graph, download, set_up_torch, upload
+from cleanrl_utils.device import cuda_graph, set_up_torch, upload
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import start_logging
+from cleanrl_utils.tracking import progress_bar, start_logging
 
 # Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
 # one CUDA graph: both take less time than step by step.
@@ -144,20 +144,12 @@ class Progress:
     teacher_returns: list[float] = field(default_factory=list)
     random_returns: list[float] = field(default_factory=list)
     offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates, a string for JSON
-    final_returns: list[float] = field(default_factory=list)
 
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
     online_update: int = 0
-    seconds: float = 0.0  # time in this phase, without evaluations
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
-
-
-def pad_channels(x: torch.Tensor, channels: int) -> torch.Tensor:
-    """Append channels of zeros to (B, C, H, W) → (B, channels, H, W)."""
-    missing = channels - x.shape[1]
-    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
 
 
 class ResidualBlock(nn.Module):
@@ -183,7 +175,10 @@ class ConvSequence(nn.Module):
         self.res_block1 = ResidualBlock(out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = pad_channels(self.conv.weight, x.shape[1])
+        weight = self.conv.weight
+        missing = x.shape[1] - weight.shape[1]
+        if missing:  # the input has more channels, of zeros: see QNetwork
+            weight = F.pad(weight, (0, 0, 0, 0, 0, missing))
         x = F.conv2d(x, weight, self.conv.bias, padding=1)
         x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
         return self.res_block1(self.res_block0(x))
@@ -204,7 +199,7 @@ class QNetwork(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(memory_format=torch.channels_last)
         if x.is_cuda and torch.is_autocast_enabled("cuda"):
-            x = pad_channels(x, 8)  # cuDNN's bfloat16 convolutions are faster with a multiple of 8 channels
+            x = F.pad(x, (0, 0, 0, 0, 0, 4))  # cuDNN's bfloat16 convolutions are faster with 8 channels
         hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away the differences between actions
             return self.network[-1](hidden.float())
@@ -441,7 +436,7 @@ def make_update(
     q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
     generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph."""
+    """Return the function that updates the Q-network."""
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
@@ -462,22 +457,7 @@ def make_update(
             optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    return cuda_graph(update, generator) if args.cuda_graph and ring.frame.is_cuda else update
-
-
-def make_q_values(
-    q_network: nn.Module, teacher: nn.Module, autocast: torch.autocast, generator: torch.Generator, args: Args
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Return the function that computes the Q-values of student and teacher; on a GPU it runs as a CUDA graph."""
-
-    @torch.no_grad()
-    def compute_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both networks' Q-values, float32 (N, num_actions), of observations, uint8 (N, 4, 84, 84)."""
-        with autocast:
-            return q_network(observation), teacher(observation)
-
-    use_graph = args.cuda_graph and generator.device.type == "cuda"
-    return cuda_graph(compute_q_values, generator) if use_graph else compute_q_values
+    return update
 
 
 @torch.no_grad()
@@ -498,7 +478,7 @@ def anneal_distillation(
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
-    gap = teacher_return - float(np.mean(recent_returns[-10:]))
+    gap = teacher_return - float(np.mean(recent_returns))
     full_gap = teacher_return - random_return
     if full_gap <= 0:
         return args.distill_coefficient if gap > 0 else 0.0
@@ -567,6 +547,7 @@ def main(args: Args) -> None:
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     on_gpu = device.type == "cuda"
+    use_graph = args.cuda_graph and on_gpu
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=on_gpu)
 
@@ -576,7 +557,6 @@ def main(args: Args) -> None:
     parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
     parts |= {"generator": generator, "rng": rng, "writer": writer}
     progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
-    args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
 
     @torch.no_grad()
     def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
@@ -600,10 +580,8 @@ def main(args: Args) -> None:
     if not progress.teacher_returns:
         checkpoint.save(progress, parts)
         progress.teacher_returns = evaluate("teacher", teacher, args.teacher_eval_episodes, teacher_temperature)
-        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
-    if not progress.random_returns:
-        checkpoint.save(progress, parts)
         progress.random_returns = evaluate("random", None, args.teacher_eval_episodes)
+        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
     random_return = float(np.mean(progress.random_returns))
@@ -620,9 +598,9 @@ def main(args: Args) -> None:
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
             observation = upload(envs.reset((args.seed, progress.teacher_step)), device)
-            bar = writer.report_progress("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
-            start_time = time.perf_counter() - progress.seconds
-            for step in bar:
+            steps = range(progress.teacher_step, data_steps, args.num_envs)
+            start_time = time.perf_counter()
+            for step in progress_bar("teacher data", steps):
                 teacher_q_values = q_values_of(teacher, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
                 action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, teacher_temperature)
@@ -632,17 +610,15 @@ def main(args: Args) -> None:
                 observation = upload(result.observation, device)
 
                 progress.teacher_step = step + args.num_envs
-                progress.seconds = time.perf_counter() - start_time
-                for _, episodic_return, _ in result.episodes:
-                    bar.show_return(episodic_return)
-                if progress.teacher_step == data_steps:
-                    writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
-                    progress.seconds = 0.0  # here, as a run may resume at the next phase from this checkpoint
                 checkpoint.save_if_due(progress, parts, replay)
+            sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
+            writer.add_scalar("charts/teacher/SPS", int(sps), 0)
             checkpoint.save(progress, parts, replay)
 
         # ==================== offline: learn from the teacher's data ====================
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+        if use_graph:
+            update = cuda_graph(update, generator)
 
         def evaluate_offline(num_updates: int) -> None:
             """Evaluate the student, log its return and save it."""
@@ -656,12 +632,11 @@ def main(args: Args) -> None:
         updates_per_call = math.gcd(
             UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
         )
-        start_time = time.perf_counter() - progress.seconds
-        bar = writer.report_progress("offline", range(progress.offline_update, args.offline_steps, updates_per_call))
-        for num_updates in bar:
+        steps = range(progress.offline_update, args.offline_steps, updates_per_call)
+        start_time = time.perf_counter()
+        for num_updates in progress_bar("offline", steps):
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
                 evaluate_offline(num_updates)
-                start_time = time.perf_counter() - progress.seconds
             due = min(updates_per_call, args.offline_steps - num_updates)
             learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
             losses = update(*replay.window, args.distill_coefficient, *learning_rates)
@@ -670,16 +645,15 @@ def main(args: Args) -> None:
                 update_target(target_network, q_network, args.tau)
 
             progress.offline_update = global_step
-            progress.seconds = time.perf_counter() - start_time
             if global_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
-                writer.add_scalar("charts/offline/updates_per_second", global_step / progress.seconds, global_step)
+                ups = (global_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/offline/updates_per_second", ups, global_step)
             checkpoint.save_if_due(progress, parts, replay)
         evaluate_offline(args.offline_steps)
         update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
-        progress.seconds = 0.0
         del replay, update  # before the online replay buffer is made: memory holds one of them
         checkpoint.save(progress, parts)
 
@@ -690,19 +664,27 @@ def main(args: Args) -> None:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-        compute_q_values = make_q_values(q_network, teacher, autocast, generator, args)
+
+        def compute_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return q_values_of(q_network, observation), q_values_of(teacher, observation)
+
+        if use_graph:
+            update = cuda_graph(update, generator)
+            compute_q_values = cuda_graph(compute_q_values, generator)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = upload(envs.reset((args.seed, progress.online_step)), device)
-        bar = writer.report_progress("online", range(progress.online_step, args.total_timesteps, args.num_envs))
-        start_time = time.perf_counter() - progress.seconds
+        steps = range(progress.online_step, args.total_timesteps, args.num_envs)
+        bar = progress_bar("online", steps)
+        start_time = time.perf_counter()
         for step in bar:
             global_step = args.offline_steps + step
             next_step = step + args.num_envs
             q_values, teacher_q_values = compute_q_values(observation)
-            read_q_values = download(q_values)
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, 0.0))
 
-            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
+            # The student learns while the emulators run. Nothing here synchronises with a GPU.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
             low, high = replay.window
             if step >= args.learning_starts and high > low:
@@ -715,16 +697,14 @@ def main(args: Args) -> None:
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     update_target(target_network, q_network, args.tau)
 
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(read_q_values(), epsilon, rng, 0.0))
             result = envs.recv()
             replay.add(observation, action, result, teacher_q_values)
             observation = upload(result.observation, device)
 
             progress.online_step = next_step
-            progress.seconds = time.perf_counter() - start_time
             if times_due(step, next_step, LOG_EVERY):
-                writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
+                sps = (next_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/SPS", int(sps), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if losses is not None:
@@ -736,7 +716,7 @@ def main(args: Args) -> None:
                 # increasing steps, so these come after the points of `global_step`.
                 writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.show_return(np.mean(progress.recent_returns))
+                bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts, replay)
         del replay, update, compute_q_values  # frees their memory for the evaluation
     envs.close()
@@ -746,23 +726,18 @@ def main(args: Args) -> None:
     if args.save_model:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
-    if not progress.final_returns:
-        if args.total_timesteps > 0 or args.offline_steps == 0:
-            checkpoint.save(progress, parts)
-            progress.final_returns = evaluate("online", q_network, args.eval_episodes)
-        else:
-            progress.final_returns = progress.offline_returns[str(args.offline_steps)]
-        checkpoint.save(progress, parts)
-    for i, episodic_return in enumerate(progress.final_returns):
+    checkpoint.save(progress, parts)
+    final_returns = evaluate("final", q_network, args.eval_episodes)
+    for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.final_returns)
+        upload_model(args, run_dir, model_path, final_returns)
     checkpoint.finish()
     draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress, distill_coefficient)
+    print_summary(args, run_dir, progress, final_returns, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, uplo
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import start_logging
+from cleanrl_utils.tracking import progress_bar, start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
@@ -136,13 +136,11 @@ class Progress:
     teacher_returns: list[float] = field(default_factory=list)
     random_returns: list[float] = field(default_factory=list)
     offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates, a string for JSON
-    final_returns: list[float] = field(default_factory=list)
 
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
     online_update: int = 0
-    seconds: float = 0.0  # time in this phase, without evaluations
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
 
 
@@ -214,23 +212,16 @@ class TeacherNetwork(nn.Module):
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
-    """Initialise kernels and their biases as PyTorch does, and other arrays as flax does.
+    """Initialise layers with a kernel as PyTorch does, uniformly in ±1/√fan_in, and others as flax does.
 
-    PyTorch's values are uniform in ±1/√fan_in. With flax's biases of 0 an ImpalaCNN may collapse.
+    With flax's biases of 0 an ImpalaCNN may collapse.
     """
-
-    def init_as_flax(path: tuple[str, ...]) -> jax.Array:
-        return jax.jit(lambda key: flatten_dict(network.init(key, BLANK))[path])(key)
-
-    params = {}
-    variables = jax.eval_shape(network.init, key, BLANK)  # shapes and dtypes only
-    for layer, arrays in flatten_dict(variables, is_leaf=lambda path, node: "kernel" in node).items():
-        if not isinstance(arrays, dict):  # an array of a layer without a kernel, such as a normalisation
-            params[layer] = init_as_flax(layer)
-            continue
-        bound = np.prod(arrays["kernel"].shape[:-1]) ** -0.5
-        for name, array in arrays.items():
+    params = flatten_dict(jax.jit(network.init)(key, BLANK))
+    for (*layer, name), array in params.items():
+        kernel = params.get((*layer, "kernel"))
+        if kernel is not None:
             key, own_key = jax.random.split(key)
+            bound = np.prod(kernel.shape[:-1]) ** -0.5
             params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
     return unflatten_dict(params)
 
@@ -478,16 +469,6 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
     return jax.jit(update, donate_argnums=0)
 
 
-def make_q_values(q_network: nn.Module, teacher: nn.Module) -> Callable:
-    """Return the compiled function that computes the Q-values of student and teacher."""
-
-    def compute_q_values(params: Params, teacher_params: Params, observation: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return both networks' Q-values, float32 (N, num_actions), of observations, uint8 (N, 4, 84, 84)."""
-        return q_network.apply(params, observation), teacher.apply(teacher_params, observation)
-
-    return jax.jit(compute_q_values)
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def update_target(state: TrainState, tau: float) -> TrainState:
     """Move the target network towards the Q-network by the fraction ``tau``."""
@@ -505,7 +486,7 @@ def anneal_distillation(
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
-    gap = teacher_return - float(np.mean(recent_returns[-10:]))
+    gap = teacher_return - float(np.mean(recent_returns))
     full_gap = teacher_return - random_return
     if full_gap <= 0:
         return args.distill_coefficient if gap > 0 else 0.0
@@ -581,7 +562,6 @@ def main(args: Args) -> None:
     restored = parts()
     progress = checkpoint.restore(Progress(), restored)  # unchanged in a new run
     state = restored["state"]
-    args.total_timesteps = max(args.total_timesteps, progress.online_step)  # a smaller number ends a resumed run now
 
     def evaluate(name: str, q_function: Callable | None, episodes: int, temperature: float = 0.0) -> list[float]:
         """Play whole episodes by a network's Q-values, or at random without one, and return their returns."""
@@ -600,10 +580,8 @@ def main(args: Args) -> None:
         checkpoint.save(progress, parts())
         q_function = functools.partial(teacher_q_values_of, teacher_params)
         progress.teacher_returns = evaluate("teacher", q_function, args.teacher_eval_episodes, teacher_temperature)
-        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
-    if not progress.random_returns:
-        checkpoint.save(progress, parts())
         progress.random_returns = evaluate("random", None, args.teacher_eval_episodes)
+        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
     random_return = float(np.mean(progress.random_returns))
@@ -621,9 +599,9 @@ def main(args: Args) -> None:
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
             observation = envs.reset((args.seed, progress.teacher_step))
-            bar = writer.report_progress("teacher data", range(progress.teacher_step, data_steps, args.num_envs))
-            start_time = time.perf_counter() - progress.seconds
-            for step in bar:
+            steps = range(progress.teacher_step, data_steps, args.num_envs)
+            start_time = time.perf_counter()
+            for step in progress_bar("teacher data", steps):
                 teacher_q_values = teacher_q_values_of(teacher_params, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
                 action = epsilon_greedy(np.asarray(teacher_q_values), epsilon, rng, teacher_temperature)
@@ -633,13 +611,9 @@ def main(args: Args) -> None:
                 observation = result.observation
 
                 progress.teacher_step = step + args.num_envs
-                progress.seconds = time.perf_counter() - start_time
-                for _, episodic_return, _ in result.episodes:
-                    bar.show_return(episodic_return)
-                if progress.teacher_step == data_steps:
-                    writer.add_scalar("charts/teacher/SPS", int(data_steps / progress.seconds), 0)
-                    progress.seconds = 0.0  # here, as a run may resume at the next phase from this checkpoint
                 checkpoint.save_if_due(progress, parts(), replay)
+            sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
+            writer.add_scalar("charts/teacher/SPS", int(sps), 0)
             checkpoint.save(progress, parts(), replay)
 
         # ==================== offline: learn from the teacher's data ====================
@@ -656,12 +630,11 @@ def main(args: Args) -> None:
         updates_per_call = math.gcd(
             UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
         )
-        start_time = time.perf_counter() - progress.seconds
-        bar = writer.report_progress("offline", range(progress.offline_update, args.offline_steps, updates_per_call))
-        for num_updates in bar:
+        steps = range(progress.offline_update, args.offline_steps, updates_per_call)
+        start_time = time.perf_counter()
+        for num_updates in progress_bar("offline", steps):
             if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
                 evaluate_offline(num_updates)
-                start_time = time.perf_counter() - progress.seconds
             due = min(updates_per_call, args.offline_steps - num_updates)
             learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
             state, losses = update(state, replay.ring, *replay.window, args.distill_coefficient, *learning_rates)
@@ -670,16 +643,15 @@ def main(args: Args) -> None:
                 state = update_target(state, args.tau)
 
             progress.offline_update = global_step
-            progress.seconds = time.perf_counter() - start_time
             if global_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
                 writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
                 writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
                 writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
-                writer.add_scalar("charts/offline/updates_per_second", global_step / progress.seconds, global_step)
+                ups = (global_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/offline/updates_per_second", ups, global_step)
             checkpoint.save_if_due(progress, parts(), replay)
         evaluate_offline(args.offline_steps)
         state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
-        progress.seconds = 0.0
         del replay  # before the online replay buffer is made: memory holds one of them
         checkpoint.save(progress, parts())
 
@@ -689,19 +661,21 @@ def main(args: Args) -> None:
         if progress.online_step > 0:
             checkpoint.restore_replay(replay)
             replay.truncate_episodes()
-        compute_q_values = make_q_values(q_network, teacher)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = envs.reset((args.seed, progress.online_step))
-        bar = writer.report_progress("online", range(progress.online_step, args.total_timesteps, args.num_envs))
-        start_time = time.perf_counter() - progress.seconds
+        steps = range(progress.online_step, args.total_timesteps, args.num_envs)
+        bar = progress_bar("online", steps)
+        start_time = time.perf_counter()
         for step in bar:
             global_step = args.offline_steps + step
             next_step = step + args.num_envs
-            q_values, teacher_q_values = compute_q_values(state.params, teacher_params, observation)
-            q_values.copy_to_host_async()
+            q_values = q_values_of(state.params, observation)
+            teacher_q_values = teacher_q_values_of(teacher_params, observation)
+            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+            action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng, 0.0))
 
-            # A GPU computes the updates while the emulators run: nothing here synchronises with it.
+            # The student learns while the emulators run. Nothing here synchronises with a GPU.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
             low, high = replay.window
             if step >= args.learning_starts and high > low:
@@ -715,16 +689,14 @@ def main(args: Args) -> None:
                 for _ in range(times_due(step, next_step, args.target_network_frequency)):
                     state = update_target(state, args.tau)
 
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng, 0.0))
             result = envs.recv()
             replay.add(observation, action, result, teacher_q_values)
             observation = result.observation
 
             progress.online_step = next_step
-            progress.seconds = time.perf_counter() - start_time
             if times_due(step, next_step, LOG_EVERY):
-                writer.add_scalar("charts/SPS", int(next_step / progress.seconds), global_step)
+                sps = (next_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/SPS", int(sps), global_step)
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if losses is not None:
@@ -736,7 +708,7 @@ def main(args: Args) -> None:
                 # increasing steps, so these come after the points of `global_step`.
                 writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.show_return(np.mean(progress.recent_returns))
+                bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts(), replay)
         del replay  # frees its memory for the evaluation
     envs.close()
@@ -746,24 +718,18 @@ def main(args: Args) -> None:
     if args.save_model:
         save_model(state.params, model_path)
         print(f"model saved to {model_path}")
-    if not progress.final_returns:
-        if args.total_timesteps > 0 or args.offline_steps == 0:
-            checkpoint.save(progress, parts())
-            q_function = functools.partial(q_values_of, state.params)
-            progress.final_returns = evaluate("online", q_function, args.eval_episodes)
-        else:
-            progress.final_returns = progress.offline_returns[str(args.offline_steps)]
-        checkpoint.save(progress, parts())
-    for i, episodic_return in enumerate(progress.final_returns):
+    checkpoint.save(progress, parts())
+    final_returns = evaluate("final", functools.partial(q_values_of, state.params), args.eval_episodes)
+    for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
     checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.final_returns)
+        upload_model(args, run_dir, model_path, final_returns)
     checkpoint.finish()
     draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress, distill_coefficient)
+    print_summary(args, run_dir, progress, final_returns, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Evaluation: play whole episodes, film one, print the table at the end of a run."""
 
-import dataclasses
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line
-from cleanrl_utils.tracking import VIDEOS, changed_flags, game_flags, script_of
+from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
 
 Act = Callable[[np.ndarray], np.ndarray]  # from observations, uint8 (B, 4, 84, 84), to actions, int64 (B,)
 MAX_PARALLEL_EPISODES = 64
@@ -108,16 +107,18 @@ def film_episode(act: Act, path: Path, args: Any, between: Callable[[], None] = 
     return episodes[0][1] if episodes else np.nan
 
 
-def print_summary(args: Any, run_dir: Path, progress: Any, distill_coefficient: float) -> None:
-    """Print a table of all evaluations in ``progress``, λ at the end of the run, and the next commands.
+def print_summary(
+    args: Any, run_dir: Path, progress: Any, final_returns: Sequence[float], distill_coefficient: float
+) -> None:
+    """Print a table of all evaluations, λ at the end of the run, and the command that plays the student.
 
     Returns are mean ± standard deviation over episodes, and normalised to random policy = 0 % and teacher = 100 %.
     """
     rows = {"teacher": progress.teacher_returns, "random policy": progress.random_returns}
     for updates, returns in progress.offline_returns.items():
         rows[f"after {int(updates):,} offline updates"] = returns
-    if args.total_timesteps > 0 or not progress.offline_returns:
-        rows[f"after {args.total_timesteps:,} online steps"] = progress.final_returns
+    if progress.online_step > 0 or not progress.offline_returns:
+        rows[f"after {progress.online_step:,} online steps"] = final_returns
     teacher = np.mean(progress.teacher_returns)
     random = np.mean(progress.random_returns)
     print(f"\n{args.env_id}, episodes at epsilon {args.end_e}")
@@ -125,27 +126,16 @@ def print_summary(args: Any, run_dir: Path, progress: Any, distill_coefficient: 
     for label, returns in rows.items():
         share = f"{(np.mean(returns) - random) / (teacher - random):.0%}" if teacher > random else "-"
         print(f"  {label:<26}{np.mean(returns):8.1f} ± {np.std(returns):5.1f}{share:>10}")
-    if args.total_timesteps > 0:
+    if progress.online_step > 0:
         print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
-    if teacher > random and np.mean(progress.final_returns) > teacher:
-        print(f"  The student's return is {np.mean(progress.final_returns) - teacher:.1f} above its teacher's.")
+    if np.mean(final_returns) > teacher > random:
+        print(f"  The student's return is {np.mean(final_returns) - teacher:.1f} above its teacher's.")
     print()
     if (run_dir / "curves.png").exists():
         print(f"picture:             {run_dir / 'curves.png'}")
     print(f"curves:              tensorboard --logdir {shlex.quote(str(run_dir.parent))}")
     models = sorted(run_dir.glob("*.cleanrl_model"), key=lambda path: path.stat().st_mtime)
     if models:
-        print_next_commands(args, models[-1])
-
-
-def print_next_commands(args: Any, model: Path) -> None:
-    """Print the commands that film an episode of a model, and that train another student from it."""
-    script = os.path.relpath(script_of(args))
-    watch = ["python", "-m", "cleanrl_utils.enjoy", "--hf-repository", str(model), "--script", script]
-    watch += [*game_flags(args), "--epsilon", str(args.end_e), "--capture-video"]
-    print(f"watch the student:   {shlex.join(watch)}")
-    # With the sizes of this run, as a run of default size takes days on a CPU. A file needs no other name.
-    same_run = dataclasses.replace(
-        args, teacher_policy_hf_repo=str(model), teacher_model_exp_name=type(args).teacher_model_exp_name
-    )
-    print(f"use it as a teacher: {shlex.join(['python', script, *changed_flags(same_run)])}")
+        watch = ["python", "-m", "cleanrl_utils.enjoy", "--hf-repository", str(models[-1])]
+        watch += ["--script", os.path.relpath(script_of(args)), *game_flags(args), "--epsilon", str(args.end_e)]
+        print(f"watch the student:   {shlex.join([*watch, '--capture-video'])}")

@@ -2,12 +2,11 @@
 
 import inspect
 import itertools
-import json
+import math
 import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from tqdm import tqdm
 
 from cleanrl_utils.errors import flag, user_errors
 
-PROGRESS_SECONDS = 5.0
 VIDEOS = Path("videos")  # has a directory per run
 
 
@@ -112,10 +110,6 @@ class Writer:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=self._last_step + 1, session_log=start))
 
-    def report_progress(self, phase: str, steps: range) -> "ProgressBar":
-        """Return an iterable over the ``steps`` that are left of a phase, with a bar and ``progress.json``."""
-        return ProgressBar(self.run_dir, phase, steps)
-
     def close(self) -> None:
         """Write all points and close the file; with `--track` also the W&B run, which gets the videos."""
         self._writer.close()
@@ -160,42 +154,17 @@ def start_wandb(args: Any, run_dir: Path) -> None:
         args.wandb_entity = run.entity or None
 
 
-class ProgressBar:
-    """The ``steps`` that are left of a phase, with a bar on stderr and ``progress.json`` for other programs."""
-
-    def __init__(self, run_dir: Path, phase: str, steps: range):
-        self.run_dir = run_dir
-        self.phase = phase
-        self.steps = steps
-        self.episodic_return: float | None = None
-        unit = "update" if phase == "offline" else "step"
-        interval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
-        # Keywords, as they take precedence over environment variables such as TQDM_TOTAL.
-        self.bar = tqdm(
-            desc=phase, initial=steps.start, total=steps.stop, unit=unit, smoothing=0.05, mininterval=interval
-        )
-
-    def __iter__(self) -> Iterator[int]:
-        total = self.steps.stop
-        written = 0.0
-        for step in self.steps:
-            yield step
-            done = min(step + self.steps.step, total)  # not the bar's count, which TQDM_DISABLE stops
-            self.bar.update(done - step)
-            if done == total or time.monotonic() - written > PROGRESS_SECONDS:
-                fields = {"phase": self.phase, "done": done, "total": total, "return": self.episodic_return}
-                write_progress(self.run_dir, fields | {"finished": False})
-                written = time.monotonic()
-        self.bar.close()
-
-    def show_return(self, episodic_return: float) -> None:
-        """Show ``episodic_return`` behind the bar."""
-        self.episodic_return = float(episodic_return)
-        self.bar.set_postfix_str(f"return {episodic_return:.1f}", refresh=False)
-
-
-def write_progress(run_dir: Path, fields: dict[str, Any]) -> None:
-    """Write ``progress.json``; a reader finds the old or the new file, never a part of one."""
-    temporary = run_dir / "progress.json.tmp"
-    temporary.write_text(json.dumps(fields))
-    temporary.replace(run_dir / "progress.json")
+def progress_bar(phase: str, steps: range) -> tqdm:
+    """Return a bar over the ``steps`` that are left of a phase."""
+    bar = tqdm(
+        steps,
+        desc=phase,
+        initial=steps.start // steps.step,
+        total=math.ceil(steps.stop / steps.step),
+        unit="update" if phase == "offline" else "step",
+        unit_scale=steps.step,
+        smoothing=0.05,
+        mininterval=0.5 if sys.stderr.isatty() else 30,  # a log file gets fewer lines
+    )
+    bar.initial = steps.start  # tqdm scales all numbers but this one
+    return bar
