@@ -34,7 +34,7 @@ from tqdm import tqdm
 from cleanrl_utils.checks import check_args
 from cleanrl_utils.errors import UserError, flag, one_line, user_errors
 from cleanrl_utils.files import atomic_write, read_zip, sync_directory
-from cleanrl_utils.tracking import Writer, make_run_dir, script_of, write_progress
+from cleanrl_utils.tracking import Writer, make_run_dir, script_of
 
 T = TypeVar("T")
 MAY_CHANGE = (  # flags that may have another value in a resumed run
@@ -173,11 +173,8 @@ class Checkpoint:
             sys.exit(128 + self._signal)
 
     def finish(self) -> None:
-        """End the run: delete its checkpoints, note in ``progress.json`` that it is finished, and close."""
-        fields = {}
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            fields = dict(json.loads((self.run_dir / "progress.json").read_bytes()))
-        write_progress(self.run_dir, fields | {"finished": True})
+        """End the run: write an empty file ``finished``, delete its checkpoints, and close."""
+        (self.run_dir / "finished").touch()
         self._kept = []
         self._delete_unneeded()
         with contextlib.suppress(OSError):  # the directory was never made, or has other files
