@@ -95,7 +95,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
-                preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+                preexec_fn=lambda: prepare_process(cores),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -109,6 +109,14 @@ class Job:
         self.read_state()
         if self.state != "finished" and not told_to_stop:
             self.state = "failed"
+
+
+def prepare_process(cores: Sequence[int]) -> None:
+    """Pin this new process, in which a run starts, to ``cores``, and leave the signal of Slurm to its runner."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+    # Slurm sends it to all processes of a job. It would end a wrapper, or a script without a handler for it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def search_path() -> str:

@@ -139,4 +139,4 @@ def test_a_run_that_cannot_save_is_not_requeued():
         slurm("scancel", "--signal=USR2", job_id)
     eventually(lambda: not states())
     assert count("started") == 1
-    assert count("exit code -12") == 1
+    assert count("exit code -15") == 1
