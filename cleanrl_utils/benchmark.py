@@ -3,7 +3,7 @@
     python -m cleanrl_utils.benchmark --env-ids PongNoFrameskip-v4 BreakoutNoFrameskip-v4 \\
         --command "python cleanrl/qdagger_dqn_atari_impalacnn.py --track" --num-seeds 3 --workers 2
 
-The same command again skips finished runs and resumes the others. Output and state of each run are in ``logs/``.
+The same command again skips finished runs and resumes the others. The output of each run is in ``logs/``.
 """
 
 import shlex
