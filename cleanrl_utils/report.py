@@ -1,16 +1,15 @@
 """Make a table, a figure and CSV files from TensorBoard event files: ``python -m cleanrl_utils.report runs``"""
 
 import csv
-import functools
 import importlib.util
+import itertools
 import math
 import operator
-import os
 import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,6 @@ EVENT_FILES = "events.out.tfevents*"
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
 GRID = 201  # points of a curve
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
-LINES = ("-", "--", ":", "-.")
-Points = dict[str, np.ndarray]  # float64 (N, 2), steps and values, by tag
 
 
 @dataclass
@@ -71,42 +68,25 @@ class Run:
 COLUMNS = [column for column in fields(Run) if column.name != "curves"]  # of results.csv
 
 
-@functools.cache
 def warn(problem: str, consequence: str) -> None:
-    """Print a warning to stderr, once."""
+    """Print a warning to stderr."""
     print(f"warning: {problem}; {consequence}", file=sys.stderr, flush=True)
 
 
-def read_events(directory: Path) -> Iterator[Any]:
-    """Yield the events of a run; of a damaged file those before the damage, as TensorBoard does."""
-    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+def read_events(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Read the curves of a run, float64 (N, 2) of steps and values by tag, and its flags."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for path in sorted(directory.glob(EVENT_FILES)):  # a name begins with a time; a resumed run has several files
-        if path.is_file():
-            yield from LegacyEventFileLoader(str(path)).Load()
-
-
-def read_logs(directory: Path) -> tuple[Points, dict[str, str], int]:
-    """Read the points, the flags and the last step of a run. NaN and infinite values are left out."""
-    values: dict[str, list] = {tag: [] for tag in (TRAINING, EVALUATION, LAMBDA, OFFLINE, TEACHER, RANDOM)}
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()  # 0: all points
+    curves = defaultdict(lambda: np.empty((0, 2)))
+    for tag in events.Tags()["scalars"]:
+        curves[tag] = np.array([(point.step, point.value) for point in events.Scalars(tag)], dtype=float)
     flags: dict[str, str] = {}
-    last_step = 0
-    for event in read_events(directory):
-        last_step = max(last_step, event.step)
-        for value in event.summary.value:
-            for text in value.tensor.string_val:  # flags are logged as a Markdown table
-                rows = re.findall(r"^\|(\w+)\|(.*)\|$", text.decode(errors="replace"), re.MULTILINE)
-                flags |= dict(rows)
-            if value.tag not in values:
-                continue
-            if math.isfinite(value.simple_value):
-                values[value.tag].append((event.step, value.simple_value))
-            else:
-                warn(f"{directory} has NaN or infinity in {value.tag}", "these points are left out")
-    points = {tag: np.array(pairs, dtype=float).reshape(-1, 2) for tag, pairs in values.items()}
-    for tag in (TRAINING, LAMBDA, OFFLINE, TEACHER, RANDOM):
-        points[tag] = points[tag][np.argsort(points[tag][:, 0], kind="stable")]
-    return points, flags, last_step
+    for tag in events.Tags()["tensors"]:
+        if tag.startswith("hyperparameters"):  # PyTorch's writer appends "/text_summary"
+            (text,) = events.Tensors(tag)[0].tensor_proto.string_val  # a Markdown table
+            flags = dict(re.findall(r"^\|(\w+)\|(.*)\|$", text.decode(), re.MULTILINE))
+    return curves, flags
 
 
 def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndarray:
@@ -116,12 +96,6 @@ def means_of_last(points: np.ndarray, window: int, steps: np.ndarray) -> np.ndar
     sums = np.cumsum([0, *points[:, 1]])
     means = (sums[last] - sums[first]) / np.maximum(last - first, 1)
     return np.where(last == 0, np.nan, means)
-
-
-def last_evaluation(points: np.ndarray) -> np.ndarray:
-    """Return the returns of the last evaluation. In each evaluation, the steps count its episodes from 0."""
-    starts = np.flatnonzero(np.diff(points[:, 0]) <= 0) + 1
-    return points[starts[-1] :, 1] if len(starts) else points[:, 1]
 
 
 def last_value(points: np.ndarray) -> float:
@@ -136,48 +110,41 @@ def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def read_run(directory: Path) -> Run | None:
-    """Read a run; return None, with a warning, if it has no valid hyperparameters or no returns."""
-    points, flags, last_step = read_logs(directory)
-    if not any(map(len, points.values())):
-        warn(f"{directory} has no returns", "it is left out")
-        return None
-    try:
-        game = flags["env_id"].replace("/", "-").removesuffix("NoFrameskip-v4")
-        exp_name = flags["exp_name"]
-        seed = int(np.int64(float(flags["seed"])))
-        offline_updates = int(np.int64(float(flags.get("offline_steps", 0))))
-        total_timesteps = float(flags.get("total_timesteps", "nan"))
-    except (KeyError, ValueError, OverflowError) as error:
-        warn(f"{directory} has no valid hyperparameters ({error!r})", "it is left out")
+    """Read a run; return None, with a warning, if it has no flags or no curves."""
+    curves, flags = read_events(directory)
+    if not curves or not flags.keys() >= {"env_id", "exp_name", "seed"}:
+        warn(f"{directory} has no curves or no hyperparameters", "it is left out")
         return None
 
     # ``global_step`` counts the offline updates first. A run logs its last point up to 200 steps before its end.
-    online_steps = max(last_step - offline_updates, 0)
+    offline_updates = int(flags.get("offline_steps", 0))
+    online_steps = max(int(max(curve[-1, 0] for curve in curves.values())) - offline_updates, 0)
+    total_timesteps = int(flags.get("total_timesteps", 0))
     if abs(total_timesteps - online_steps) < 200:
-        online_steps = int(total_timesteps)
+        online_steps = total_timesteps
     steps = offline_updates + np.linspace(0, online_steps, GRID)
-    training_curve = means_of_last(points[TRAINING], LAST_EPISODES, steps)
-    lambda_curve = means_of_last(points[LAMBDA], 1, steps)
+    training_curve = means_of_last(curves[TRAINING], LAST_EPISODES, steps)
+    lambda_curve = means_of_last(curves[LAMBDA], 1, steps)
 
-    returns = last_evaluation(points[EVALUATION])
+    returns = curves[EVALUATION][:, 1]
     measured_by = "evaluation"
     if len(returns) == 0:
-        returns = points[TRAINING][-LAST_EPISODES:, 1]
+        returns = curves[TRAINING][-LAST_EPISODES:, 1]
         measured_by = "training"
     final_return, deviation = mean_and_std(returns)
     return Run(
-        game=game,
-        exp_name=exp_name,
-        seed=seed,
+        game=flags["env_id"].replace("/", "-").removesuffix("NoFrameskip-v4"),
+        exp_name=flags["exp_name"],
+        seed=int(flags["seed"]),
         offline_updates=offline_updates,
         online_steps=online_steps,
-        offline_return=last_value(points[OFFLINE]),
+        offline_return=last_value(curves[OFFLINE]),
         final_return=final_return,
         final_episodes=len(returns),
         final_standard_error=deviation / math.sqrt(max(len(returns), 1)),
         measured_by=measured_by,
-        teacher_return=last_value(points[TEACHER]),
-        random_return=last_value(points[RANDOM]),
+        teacher_return=last_value(curves[TEACHER]),
+        random_return=last_value(curves[RANDOM]),
         command=flags.get("command", ""),
         curves=np.float32([training_curve, lambda_curve]),
     )
@@ -185,14 +152,10 @@ def read_run(directory: Path) -> Run | None:
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read the runs at and below ``paths``; of runs with the same game, exp_name and seed only the newest."""
-    directories: set[Path] = set()
-    for path in paths:
-        files = [file for file in path.rglob(EVENT_FILES) if file.is_file() and not file.is_symlink()]
-        if not files:
-            raise UserError(f"no event files in {path}; give run directories or one that contains some")
-        directories |= {file.parent.resolve() for file in files}
+    files = {file for path in paths for file in path.rglob(EVENT_FILES) if not file.is_symlink()}  # W&B has links
+    directories = {file.parent for file in files}
     runs: dict[str, Run] = {}
-    for directory in sorted(directories, key=lambda path: (path.name, path)):  # a name ends with the time of its start
+    for directory in sorted(directories, key=lambda path: path.name):  # a name ends with the time of its start
         run = read_run(directory)
         if run is None:
             continue
@@ -200,7 +163,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
             warn(f"{directory} has the game, exp_name and seed of another run", "it replaces that run")
         runs[run.key] = run
     if not runs:
-        raise UserError(f"no run to report in {', '.join(map(str, paths))}; give runs that have logged returns")
+        raise UserError(f"no runs in {', '.join(map(str, paths))}; give run directories or one that contains some")
     return in_order(runs.values())
 
 
@@ -240,13 +203,12 @@ def table(runs: Iterable[Run]) -> str:
     return "".join(f"| {line} |\n" for line in lines)
 
 
-def draw_evaluations(axis: Any, runs: Sequence[Run], styles: dict[str, dict[str, str]]) -> None:
+def draw_evaluations(axis: Any, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Draw the evaluations of runs of one game as dots, and the mean returns of teacher and random policy as lines."""
     for run in runs:
-        color = styles[run.exp_name]["color"]
-        axis.plot(0, run.offline_return, "D", color=color, markersize=4, clip_on=False)
+        axis.plot(0, run.offline_return, "D", color=colors[run.exp_name], markersize=4, clip_on=False)
         if run.measured_by == "evaluation":
-            axis.plot(run.online_steps, run.final_return, "o", color=color, clip_on=False)
+            axis.plot(run.online_steps, run.final_return, "o", color=colors[run.exp_name], clip_on=False)
     teacher, _ = mean_and_std([run.teacher_return for run in runs])
     random, _ = mean_and_std([run.random_return for run in runs])
     for level, label, line in ((teacher, "teacher", "--"), (random, "random policy", ":")):
@@ -260,8 +222,7 @@ def draw_evaluations(axis: Any, runs: Sequence[Run], styles: dict[str, dict[str,
 
 def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     """Draw a column per game: the returns of its runs over online steps, and λ below if a run has it."""
-    exp_names = grouped(runs, "exp_name")
-    styles = {name: {"color": COLORS[i % 6], "linestyle": LINES[i // 6 % 4]} for i, name in enumerate(exp_names)}
+    colors = dict(zip(grouped(runs, "exp_name"), itertools.cycle(COLORS), strict=False))
     games = grouped(runs, "game")
     heights = [3, 1] if any((run.curves[1] > 0).any() for run in runs) else [1]
     axes = figure.subplots(len(heights), len(games), squeeze=False, sharex="col", height_ratios=heights)
@@ -272,8 +233,8 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
         for run in group:
             steps = np.linspace(0, run.online_steps, GRID)
             for axis, curve in zip(column, run.curves, strict=False):
-                axis.plot(steps, curve, **styles[run.exp_name], label=run.exp_name)
-        draw_evaluations(column[0], group, styles)
+                axis.plot(steps, curve, color=colors[run.exp_name], label=run.exp_name)
+        draw_evaluations(column[0], group, colors)
         column[-1].xaxis.set_major_formatter(lambda steps, _: f"{steps / 1000:g}")
     for axis, label in zip(axes[:, 0], ("return, mean of\nten episodes", "weight λ"), strict=False):
         axis.set_ylabel(label)
@@ -283,38 +244,34 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     for axis in figure.axes:
         lines, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, lines, strict=True))
-    width = max(5, 2.3 * len(games))
-    columns = int(np.clip(width / (0.6 + 0.09 * max(map(len, entries))), 1, 3))
-    figure.set_size_inches(width, 4.2 + 0.22 * len(entries) / columns)
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns, frameon=False)
+    figure.set_size_inches(max(5, 2.3 * len(games)), 4.2 + 0.22 * len(entries) / len(games))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=len(games), frameon=False)
 
 
 def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
-    """Draw a figure with matplotlib's defaults, and write it as PNG. Its description is the table of the runs."""
-    os.environ.pop("MPLBACKEND", None)  # a shell in Jupyter sets it; the import fails if that backend is not installed
+    """Draw a figure and write it as PNG. Its description is the table of the runs."""
     require_packages("the figure", "matplotlib")
-    from matplotlib import rc_context, rcdefaults, rcParams
+    from matplotlib import rc_context
     from matplotlib.figure import Figure  # pyplot would start the user's backend
 
-    with rc_context(), atomic_write(path) as file:
-        rcdefaults()
-        rcParams.update({"font.size": 12, "text.parse_math": False})
+    with rc_context({"font.size": 12}), atomic_write(path) as file:
         figure = Figure(layout="constrained")
         draw(figure, runs)
-        figure.savefig(file, format="png", dpi=200, metadata={"Description": table(runs)})
+        # A legend may be wider than the figure.
+        figure.savefig(file, format="png", dpi=200, bbox_inches="tight", metadata={"Description": table(runs)})
 
 
 def draw_run(run_dir: Path) -> None:
-    """Draw the curves of a run as ``curves.png`` in its directory, if it has online steps and matplotlib is installed.
+    """Draw the curves of a run as ``curves.png`` in its directory, if matplotlib is installed.
 
     A failure is only a warning, because the figure comes at the end of a run.
     """
+    if importlib.util.find_spec("matplotlib") is None:
+        return
     path = run_dir / "curves.png"
     try:
-        if importlib.util.find_spec("matplotlib") is None:
-            return
         run = read_run(run_dir)
-        if run is not None and run.online_steps > 0:
+        if run is not None:
             save_figure(path, draw_curves, [run])
     except Exception as error:
         warn(f"{path} can't be drawn ({one_line(error)})", "the run is complete without it")
@@ -337,10 +294,7 @@ def main(args: Args) -> None:
     with user_errors(f"can't write to {args.out}", "give another directory", OSError):
         write_data(runs, args.out)
         (args.out / "table.md").write_text(table(runs), encoding="utf-8")
-        (args.out / "curves.png").unlink(missing_ok=True)  # of an earlier report
-        trained = [run for run in runs if run.online_steps > 0]
-        if trained:
-            save_figure(args.out / "curves.png", draw_curves, trained)
+        save_figure(args.out / "curves.png", draw_curves, runs)
     print(f"{table(runs)}\nthe report is in {args.out}", flush=True)
 
 

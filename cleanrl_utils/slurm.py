@@ -4,10 +4,8 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,7 @@ def run_slurm(command: list[str], remedy: str, script: str | None = None) -> str
     environment = {
         name: value for name, value in os.environ.items() if name in INHERITED or not name.startswith(NOT_INHERITED)
     }
-    result = subprocess.run(
-        command,
-        input=script,
-        env=environment,
-        capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",  # names of files may have other bytes
-    )
+    result = subprocess.run(command, input=script, env=environment, capture_output=True, text=True)
     if result.returncode:
         raise UserError(f"{command[0]} failed ({' '.join(result.stderr.split())}); {remedy}")
     return result.stdout
@@ -45,41 +36,18 @@ def queue() -> dict[str, str]:
     return dict(line.split() for line in output.splitlines())
 
 
-def read_states(jobs: list[Job]) -> None:
-    """Set the state of every job from the queue and the files, when Slurm is not completing any of them."""
-    while True:
-        states = queue()
-        # The queue is read first, so that the files of a job that has left it are complete.
-        for job in jobs:
-            job.read_state()
-        # Cancelled jobs may still save a checkpoint. Requeued jobs pass through this state as well.
-        if not any(states.get(job.slurm_id) == "COMPLETING" for job in jobs):
-            break
-        print("waiting for jobs that Slurm is completing", flush=True)
-        time.sleep(5)
-    for job in jobs:
-        output = LOGS / f"slurm-{job.slurm_id}.out"
-        if job.state == "finished":
-            continue
-        if job.slurm_id in states:
-            job.state = "running" if states[job.slurm_id] == "RUNNING" else "queued"
-        elif job.submitted and output.exists():  # A job that was cancelled in the queue has no output.
-            job.state = "failed"
-            job.failure_log = output
-
-
 def submit(jobs: list[Job], args: Any) -> None:
-    """Set the state of every job, and submit those that are neither finished, queued, running nor failed.
+    """Set the state of every job, and submit those that are neither finished nor in the queue.
 
-    A job is failed here if it ended before its script started. The next call submits it again. With ``args.dry_run``,
-    print the submission instead.
+    With ``args.dry_run``, print the submission instead.
     """
     if not shutil.which("sbatch"):
         raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
-    read_states(jobs)
+    states = queue()  # before the files, so that those of a job that has left the queue are complete
     for job in jobs:
-        if job.state == "failed" and not args.dry_run:
-            job.note(f"failed before the script started, see {job.failure_log}")
+        job.read_state()
+        if job.state != "finished" and job.slurm_id in states:
+            job.state = "queued" if states[job.slurm_id] == "PENDING" else "running"
     left = [job for job in jobs if job.state in ("pending", "interrupted")]
     if not left:
         return
@@ -92,7 +60,7 @@ def submit(jobs: list[Job], args: Any) -> None:
     for i, job in enumerate(left):
         job.note(f"{SUBMITTED}{array_id}_{i}")
         job.state = "queued"
-    print(f"{len(left)} submitted")
+    print(f"{len(left)} submitted; errors of Slurm are in {LOGS}/slurm-{array_id}_*.out")
 
 
 def job_array(jobs: list[Job], args: Any) -> tuple[list[str], str]:
@@ -126,17 +94,13 @@ def job_array(jobs: list[Job], args: Any) -> tuple[list[str], str]:
 
 
 def main(env_id: str, seed: str, script: str, *command: str) -> int:
-    """Run one job of the array on a node. A time limit or preemption stops it; then it is queued again."""
+    """Run one job of the array on a node. After a time limit or preemption, a run with a checkpoint is queued again."""
     job = Job(env_id, int(seed), script, list(command))
     code = run_locally([job], 1)
     slurm_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    if code > 128 and queue().get(slurm_id) == "RUNNING":  # After scancel, it is not.
-        job.read_state()
-        if code == 128 + signal.SIGUSR2 and job.state == "pending":
-            # A script that cannot resume would start from the beginning after every time limit.
-            job.note("failed: no checkpoint was saved within --slurm-time; increase it")
-        else:
-            run_slurm(["scontrol", "requeue", slurm_id], "run the command of the benchmark again")
+    # A script that cannot resume would start from the beginning after every time limit.
+    if code > 128 and job.state == "interrupted" and queue().get(slurm_id) == "RUNNING":  # After scancel, it is not.
+        run_slurm(["scontrol", "requeue", slurm_id], "run the command of the benchmark again")
     return code
 
 

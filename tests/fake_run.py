@@ -38,20 +38,8 @@ if args.resume:
     (run_dir / "steps.txt").write_text("".join(f"{line}\n" for line in kept))
 print(f"resuming {run_dir} at step {done}" if done else f"run directory: {run_dir}", flush=True)
 print("cores", sorted(os.sched_getaffinity(0)), "python", sys.prefix)
-for name in ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION", "WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_TAGS"):
+for name in ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
     print(name, os.environ.get(name), flush=True)
-
-
-def write(path: Path, content: dict) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps(content))
-    path.with_suffix(".tmp").replace(path)
-
-
-def report(finished: bool) -> None:
-    progress = {"phase": "online", "done": done, "total": args.steps, "return": 12.34}
-    write(run_dir / "progress.json", progress | {"finished": finished})
-
 
 while done < args.steps:
     time.sleep(args.seconds)
@@ -60,10 +48,12 @@ while done < args.steps:
     if args.env_id == "Broken" and done == 7:
         raise RuntimeError("the emulator broke at step 7")
     done += 1
-    report(finished=False)
     if signals or (args.save_every and done % args.save_every == 0):
         time.sleep(args.save_seconds if signals else 0)
-        write(run_dir / "checkpoint" / "1.state", {"done": done, "args": vars(args) | {"resume": None}})
+        (run_dir / "checkpoint").mkdir(exist_ok=True)
+        temporary = run_dir / "checkpoint" / "1.tmp"
+        temporary.write_text(json.dumps({"done": done, "args": vars(args) | {"resume": None}}))
+        temporary.replace(run_dir / "checkpoint" / "1.state")
     if signals:
         sys.exit(128 + signals[0])
-report(finished=True)
+(run_dir / "finished").touch()

@@ -19,9 +19,8 @@ import pytest
 import tyro
 
 from cleanrl_utils.benchmark import Args, main, make_jobs
-from cleanrl_utils.checkpoint import SIGNALS
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.jobs import STOP_CODES, share, visible_gpus
+from cleanrl_utils.jobs import share, visible_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = [sys.executable, "-m", "cleanrl_utils.benchmark"]
@@ -56,9 +55,9 @@ def benchmark(*flags: str) -> int:
 
 
 def spawn(*flags: str) -> subprocess.Popen:
-    """Start the runner in a process of its own, which writes to out.txt."""
+    """Start the runner in a process group of its own, as a shell does; it writes to out.txt."""
     with open("out.txt", "a") as out:
-        return subprocess.Popen([*RUNNER, *flags], stdout=out, stderr=out)
+        return subprocess.Popen([*RUNNER, *flags], stdout=out, stderr=out, process_group=0)
 
 
 def program(name: str, body: str) -> None:
@@ -98,6 +97,7 @@ def log_of(env_id: str) -> str:
 
 @pytest.mark.parametrize("killed", ["run", "runner"])
 def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: str):
+    """A killed runner leaves its runs running. The next one does not start them again."""
     flags = ["--env-ids", "Pong", "Breakout", "--num-seeds", "2", "--workers", "2", "--command", f"{FAKE} --steps 60"]
     runner = spawn(*flags)
     eventually(lambda: done("Pong") > 7 and done("Breakout") > 7)
@@ -105,53 +105,33 @@ def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: s
     (run if killed == "run" else runner).kill()
     assert runner.wait(60) == (1 if killed == "run" else -signal.SIGKILL)
     assert (done("Breakout", 2) == 60) == (killed == "run")  # The other runs go on.
+    benchmark(*flags)
     assert benchmark(*flags) == 0
     assert steps(seeds=(1, 2)) == [list(range(60))] * 4
     logs = "".join(path.read_text() for path in Path("logs").glob("*.log"))
-    assert logs.count("--seed 1 --resume runs/") == (1 if killed == "run" else 2)
+    assert logs.count("--seed 1 --resume runs/") == (1 if killed == "run" else 0)
     before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
     assert benchmark(*flags) == 0
     assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")} == before
 
 
-def test_stops_and_odd_progress_are_understood():
-    """A run that saves after a signal is "stopped", not "failed"; a progress.json of something else is ignored."""
-    killed = {-number for number in SIGNALS}
-    exited = {128 + number for number in SIGNALS}
-    assert set(STOP_CODES) == killed | exited | {124}
-    (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
-    for path in ("runs/1", "logs"):
-        Path(path).mkdir(parents=True)
-    job.log.write_text("run directory: runs/1\n")
-    for text in ("[]", "5", '"x"', "[[1]]"):
-        Path("runs/1/progress.json").write_text(text)
-        job.read_state()
-        assert (job.state, job.progress) == ("pending", {})
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_runs_save_after_a_signal_also_behind_a_wrapper_that_passes_it_on(number: int):
-    command = f"timeout 60 {FAKE} --steps 60 --save-every 0 --save-seconds 0.5"
+@pytest.mark.parametrize(
+    ("number", "wrapper"), [(signal.SIGINT, ""), (signal.SIGINT, "timeout 60 "), (signal.SIGTERM, "timeout 60 ")]
+)
+def test_runs_save_after_a_signal_also_behind_a_wrapper_that_passes_it_on(number: int, wrapper: str):
+    command = f"{wrapper}{FAKE} --steps 60 --save-every 0 --save-seconds 0.5"
     flags = ["--env-ids", "Pong", "Breakout", "--num-seeds", "2", "--workers", "2", "--command", command]
     runner = spawn(*flags)
     eventually(lambda: done("Pong") > 7 and done("Breakout") > 7)
-    runner.send_signal(number)
+    if number == signal.SIGINT:
+        os.killpg(runner.pid, number)  # Ctrl-C reaches the runs as well.
+    else:
+        runner.send_signal(number)
     assert runner.wait(60) == 128 + number
     assert len(list(Path("runs").glob("*/checkpoint/1.state"))) == 2
-    assert "2 stopped, 2 pending\nthe same command again skips" in Path("out.txt").read_text()
+    assert "2 interrupted, 2 pending\nthe same command again skips" in Path("out.txt").read_text()
     assert benchmark(*flags) == 0
     assert steps(seeds=(1, 2)) == [list(range(60))] * 4
-
-
-def test_a_second_ctrl_c_kills():
-    runner = spawn(*PONG, f"{FAKE} --steps 1000 --save-seconds 1000")
-    eventually(lambda: done("Pong") > 7)
-    (script,) = psutil.Process(runner.pid).children()
-    runner.send_signal(signal.SIGINT)
-    eventually(lambda: "a second Ctrl-C kills them" in Path("out.txt").read_text())
-    runner.send_signal(signal.SIGINT)
-    assert runner.wait(60) == 130
-    assert not script.is_running()
 
 
 def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
@@ -160,8 +140,7 @@ def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
     output = capsys.readouterr().out
     path = re.search(r"^Broken seed 1: failed, see (logs/Broken__fake_run__1__\w+.log)$", output, re.MULTILINE)[1]
     assert "RuntimeError: the emulator broke at step 7\n" in Path(path).read_text()
-    assert re.search(rf"^Broken +1  failed .* \(see {path}\)$", output, re.MULTILINE)
-    assert re.search(r"^Pong +1  finished +online 100% +12.3  runs/Pong__fake_run__1__\d+$", output, re.MULTILINE)
+    assert re.search(r"^Pong +1  finished +runs/Pong__fake_run__1__\d+$", output, re.MULTILINE)
     assert "\n1 failed, 1 finished\n" in output
     assert benchmark(*flags) == 1  # It fails again, from its checkpoint.
     assert "Pong seed 1: running" not in capsys.readouterr().out
@@ -177,16 +156,14 @@ def test_a_run_is_known_by_its_flags_and_repeated_when_its_directory_is_deleted(
     assert steps(("Pong",)) == [list(range(6))]
 
 
-def test_a_run_of_another_process_is_waited_for():
+def test_a_run_of_another_process_is_not_started():
     (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
     job.log.parent.mkdir()
     with job.log.open("a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        runner = spawn("--env-ids", "Pong", "Breakout", "--num-seeds", "1", "--workers", "1", "--command", FAKE)
-        eventually(lambda: "Breakout seed 1: finished" in Path("out.txt").read_text())
-        assert "Pong seed 1: elsewhere" in Path("out.txt").read_text()
-        assert runner.poll() is None
-    assert runner.wait(60) == 0
+        assert benchmark(*BOTH, FAKE) == 1
+        assert steps(("Breakout",)) == [list(range(20))]
+    assert benchmark(*BOTH, FAKE) == 0
     assert steps() == [list(range(20))] * 2
 
 
@@ -221,41 +198,17 @@ def test_a_dry_run_prints_the_commands(capsys: pytest.CaptureFixture, flags: lis
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("command", "message"),
     [
-        ({"command": "python cleanrl/nothing.py"}, "names no script in /.*; write "),
-        ({"command": "cleanrl/fake_run.py --track"}, 'is not a program; write "python cleanrl/fake_run.py"'),
-        ({"command": "python -m cleanrl.fake_run"}, "names no script in"),
-        ({"command": "python 'cleanrl/fake_run.py"}, r"cannot be parsed: No closing quotation; close its quotes"),
-        ({"num_seeds": 0}, "--num-seeds is 0; it must be at least 1"),
-        ({"slurm_partition": "gpu"}, "need --cluster slurm; add it"),
+        ("python cleanrl/nothing.py", "names no script in /.*; write "),
+        ("cleanrl/fake_run.py --track", 'is not a program; write "python cleanrl/fake_run.py"'),
+        ("python -m cleanrl.fake_run", "names no script in"),
     ],
 )
-def test_invalid_flags_are_one_line(flags: dict, message: str):
+def test_a_command_without_a_program_or_script_is_one_line(command: str, message: str):
     with pytest.raises(UserError, match=message) as error:
-        make_jobs(Args(**{"env_ids": ["Pong"], "command": FAKE} | flags))
+        make_jobs(Args(["Pong"], command))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("flags", [[], ["--cluster", "slurm"]])
-def test_logs_that_cannot_be_written_are_one_line(capsys: pytest.CaptureFixture, flags: list[str]):
-    fake_slurm()
-    Path("logs").touch()
-    assert benchmark(*PONG, FAKE, *flags) == 2
-    assert capsys.readouterr().err.startswith("error: logs can't be written in /")
-    assert not Path("flags.txt").exists()  # of sbatch
-    Path("logs").unlink()
-    (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
-    job.log.mkdir(parents=True)
-    assert benchmark(*PONG, FAKE, *flags) == 2
-    assert re.fullmatch(r"error: logs/Pong\S+ can't be read: .*\n", capsys.readouterr().err)
-
-
-def test_a_program_that_cannot_be_started_is_one_line(capsys: pytest.CaptureFixture):
-    program("wrapper", "")
-    Path("bin/wrapper").write_text("exec python cleanrl/fake_run.py\n")  # a script without #!
-    assert benchmark(*PONG, "wrapper cleanrl/fake_run.py") == 2
-    assert re.fullmatch(r"error: Pong seed 1 can't be started: .*; check --command.*\n", capsys.readouterr().err)
 
 
 def test_runs_get_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
@@ -269,34 +222,14 @@ def test_runs_get_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
         assert "XLA_PYTHON_CLIENT_MEM_FRACTION None\n" in log
 
 
-def test_runs_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(Path.cwd()))
-    program("nvidia-smi", 'echo "GPU 0: A100 (UUID: GPU-4)"')
+def test_runs_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937")
     assert benchmark(*BOTH, FAKE) == 0
-    assert "2 runs share a GPU" in capsys.readouterr().out
     for name in ("Pong", "Breakout"):
-        assert "CUDA_VISIBLE_DEVICES 0\nXLA_PYTHON_CLIENT_MEM_FRACTION 0.46\n" in log_of(name)
-    Path("nvidia-cuda-mps-control.pid").touch()
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.3")  # JAX refuses both
+        assert "CUDA_VISIBLE_DEVICES GPU-8932f937\nXLA_PYTHON_CLIENT_MEM_FRACTION 0.46\n" in log_of(name)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
     assert benchmark(*BOTH, f"{FAKE} --steps 3") == 0
-    assert "share a GPU" not in capsys.readouterr().out
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION None\n" in log_of("Pong")
-
-
-@pytest.mark.parametrize(
-    ("names", "gpus"),
-    [
-        ("0, 1", ["0", "1"]),
-        ("GPU-8932f937,MIG-GPU-a/1/0", ["GPU-8932f937", "MIG-GPU-a/1/0"]),
-        ("0,-1,1", ["0"]),  # CUDA ignores what follows an invalid name.
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("", []),
-    ],
-)
-def test_cuda_visible_devices_is_read_as_cuda_does(monkeypatch: pytest.MonkeyPatch, names: str, gpus: list[str]):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
-    assert visible_gpus() == gpus
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION 0.3\n" in log_of("Pong")
 
 
 def test_gpus_are_found_and_shared():
@@ -306,17 +239,6 @@ def test_gpus_are_found_and_shared():
     assert [share(visible_gpus(), worker, 2) for worker in range(2)] == [["0"], ["1", "2"]]
     assert [share(visible_gpus(), worker, 4) for worker in range(4)] == [["0"], ["0"], ["1"], ["2"]]
     assert [share(visible_gpus(), worker, 8)[0] for worker in range(8)] == list("00011122")
-
-
-def test_the_environment_of_another_program_does_not_decide_about_the_runs(monkeypatch: pytest.MonkeyPatch):
-    """With that of a W&B sweep, all runs would be one run of W&B; with PYTHONINSPECT, each would end with code 1."""
-    for name in ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "PYTHONINSPECT"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("WANDB_TAGS", "a")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
-    assert benchmark(*PONG, FAKE) == 0
-    assert "CUDA_VISIBLE_DEVICES NoDevFiles\n" in log_of("Pong")
-    assert "WANDB_RUN_ID None\nWANDB_SWEEP_ID None\nWANDB_TAGS a\n" in log_of("Pong")
 
 
 def fake_slurm(job_id: int = 7) -> None:
@@ -338,7 +260,7 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     assert "nothing was submitted" in output.err
     assert not Path("logs").exists()
     assert benchmark(*flags) == 0
-    assert "4 submitted" in capsys.readouterr().out
+    assert "4 submitted; errors of Slurm are in logs/slurm-7_*.out\n" in capsys.readouterr().out
     lines = "array=0-3%3 cpus-per-task=5 gpus-per-node=1 mem=32GB time=600 partition=a account=b signal=USR2@300"
     assert {f"--{line}" for line in ("requeue", *lines.split())} <= set(Path("flags.txt").read_text().splitlines())
     command = shlex.join(["sbatch", *Path("flags.txt").read_text().splitlines()])
@@ -355,7 +277,7 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     assert "2 queued, 1 running, 1 finished" in output
     assert "1 submitted" in output
     assert "--array=0-0%3" in Path("flags.txt").read_text()
-    Path("squeue.txt").write_text("7_0 PENDING\n7_1 RUNNING\n9_0 RUNNING\n")
+    Path("squeue.txt").write_text("7_0 PENDING\n7_1 COMPLETING\n9_0 RUNNING\n")
     assert benchmark(*flags) == 0
     assert "1 queued, 2 running, 1 finished" in capsys.readouterr().out
 
@@ -368,26 +290,6 @@ def test_jobs_do_not_inherit_the_job_that_submits_them(monkeypatch: pytest.Monke
     assert benchmark(*PONG, FAKE, "--cluster", "slurm") == 0
     names = {line.partition("=")[0] for line in Path("env.txt").read_text().splitlines()}
     assert {name for name in names if name.startswith(("SLURM", "SRUN", "SBATCH", "SQUEUE"))} == kept
-
-
-def test_a_job_that_ends_before_its_script_starts_is_failed(capsys: pytest.CaptureFixture):
-    fake_slurm()
-    flags = [*BOTH, FAKE, "--cluster", "slurm"]
-    assert benchmark(*flags) == 0
-    Path("logs/slurm-7_1.out").write_text("srun: fatal: mutually exclusive\n")
-    fake_slurm(8)
-    row = r"^Breakout +1  failed +\(see logs/slurm-7_1.out\)$"
-    for dry_run in (["--dry-run"], []):
-        assert benchmark(*flags, *dry_run) == 1
-        output = capsys.readouterr().out
-        assert re.search(row, output, re.MULTILINE)
-    assert "1 submitted" in output  # Pong, whose job was cancelled in the queue
-    assert "failed before the script started, see logs/slurm-7_1.out" in log_of("Breakout")
-    Path("squeue.txt").write_text("8_0 PENDING\n")
-    assert benchmark(*flags) == 0
-    output = capsys.readouterr().out
-    assert "1 submitted" in output
-    assert "2 queued" in output
 
 
 def test_slurm_that_fails_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -1,21 +1,17 @@
 """Tests of cleanrl_utils/report.py on runs with known values, written by the libraries that users have."""
 
 import itertools
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
-from tensorboard.plugins.text.summary_v2 import text_pb
 
 from cleanrl_utils import report
 from cleanrl_utils.errors import one_line_errors
@@ -70,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str
 
 def test_runs_of_other_scripts_are_read(tmp_path: Path) -> None:
     writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(str(tmp_path))
-    flags = {"exp_name": "a__b", "env_id": "ALE/Pong-v5", "seed": 3, "offline_steps": "1e3", "eval_episodes": 7}
+    flags = {"exp_name": "a__b", "env_id": "ALE/Pong-v5", "seed": 3, "offline_steps": 1000, "eval_episodes": 7}
     writer.add_text("hyperparameters", "|param|value|\n|-|-|\n" + "\n".join(f"|{x}|{y}|" for x, y in flags.items()))
     for tag, value, step in ((TEACHER, 19.5, 0), (OFFLINE, 12.25, 1000), (TRAINING, 3, 1500), (TRAINING, -4.5, 1800)):
         writer.add_scalar(tag, value, step)
@@ -82,10 +78,10 @@ def test_runs_of_other_scripts_are_read(tmp_path: Path) -> None:
 
 
 def test_all_files_of_a_resumed_run_are_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0)], EVALUATION: [(0, 1.0), (1, 2.0)]})
+    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0), (1600, 6.0)]})
     (first,) = run.iterdir()
     first.rename(run / "events.out.tfevents.1700000000.host")
-    write_events(run, {TRAINING: [(2500, 2.0), (1600, 6.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
+    write_events(run, {TRAINING: [(2500, 2.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
     (result,) = read_runs([run])
     assert (*result.curves[0, [100, 200]], result.final_return, result.final_standard_error) == (3.5, 3, 6, 1)
 
@@ -98,73 +94,51 @@ def test_the_newest_run_of_a_seed_counts(tmp_path: Path, capsys) -> None:
     (run,) = read_runs([tmp_path])
     assert run.final_return == 2
     assert f"warning: {path} has " in capsys.readouterr().err
-    read_runs([path, path / ".." / path.name])
-    assert capsys.readouterr().err == ""  # the same directory given twice is not a second run
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped bit"])
-def test_a_damaged_file_is_used_up_to_the_damage(tmp_path: Path, damage: str) -> None:
+def test_a_file_is_read_up_to_an_incomplete_record(tmp_path: Path) -> None:
+    """A killed run leaves one."""
     run = write_events(tmp_path / "run", {TRAINING: [(1000 + i, float(i)) for i in range(100)]})
     (path,) = run.iterdir()
     path = path.rename(run / "events.out.tfevents.1700000000.host")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4 if damage == "flipped bit" else 0
-    path.write_bytes(data[: -20 if damage == "cut" else None])
+    path.write_bytes(path.read_bytes()[:-20])
     write_events(run, {TRAINING: [(9000, -1.0)]})
-    *returns, last = [value.simple_value for event in report.read_events(run) for value in event.summary.value]
-    assert [*returns, last] == [*range(99 if damage == "cut" else len(returns)), -1]
-    assert len(returns) == 99 or 30 < len(returns) < 70
+    curves, _ = report.read_events(run)
+    assert [*curves[TRAINING][:, 1]] == [*range(99), -1]
 
 
-@pytest.mark.parametrize("odd", [{"seed": "x"}, {"seed": "nan"}, {"offline_steps": "1e300"}, {}])
-def test_what_is_not_understood_is_left_out(tmp_path: Path, capsys, odd: dict) -> None:
-    values = [1.0, float("nan"), 2.0, float("inf"), -float("inf"), 3.0]
-    good = write_run(tmp_path, 1, {TRAINING: [(1500 + i, value) for i, value in enumerate(values)]})
-    flags = {"env_id": PONG, "exp_name": "qdagger", "seed": 2} | odd if odd else {}
-    run = write_events(tmp_path / "odd", {TRAINING: [(500, 1.0)]}, flags)
+@pytest.mark.parametrize("flags", [None, {"env_id": PONG, "exp_name": "qdagger"}])
+def test_runs_without_flags_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture, flags: dict | None) -> None:
+    write_run(tmp_path, 1, {TRAINING: [(1500, 2.0)]})
+    other = write_events(tmp_path / "other", {TRAINING: [(500, 1.0)]}, flags)
     assert [(run.seed, run.final_return) for run in read_runs([tmp_path])] == [(1, 2.0)]
-    first = f"warning: {good} has NaN or infinity in {TRAINING}; these points are left out\n"
-    assert re.fullmatch(rf"{first}warning: {run} has no valid .*; it is left out\n", capsys.readouterr().err)
+    assert capsys.readouterr().err.startswith(f"warning: {other} has no curves or no hyperparameters; ")
 
 
-def test_odd_files_and_text_do_not_end_the_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Text that is not UTF-8, text that is not valid math, huge sizes, files without a record, a pipe, dead links."""
-    text = text_pb("hyperparameters", b"|wandb_entity|\xff|\n|gamma|0.99|")
-    Writer(write_run(tmp_path, 1, {TRAINING: [(5, 1.0)]}))._add(text, 0)
-    second = write_run(tmp_path, 2, {TEACHER: [(0, 1.0)], OFFLINE: [(10, 1.0)]}, script="no, end")
-    write_run(tmp_path, 3, {TRAINING: [(2**62, 3e38)] * 2, OFFLINE: [(-5, 1.0)]}, offline_steps="1e18")
-    run = write_run(tmp_path, 4, {TRAINING: [(1500, 1.0)]}, script=r"$\frac$")
-    (run / "events.out.tfevents.1").write_bytes(b"text" * 99)
-    (run / "events.out.tfevents.2").mkdir()
-    (run / "events.out.tfevents.3").symlink_to(tmp_path / "missing")
-    (run / "events.out.tfevents.4").touch()
-    os.mkfifo(run / "events.out.tfevents.5")
-    (tmp_path / "wandb").mkdir()  # W&B has links to the files, of a resumed run to the last one only
-    (tmp_path / "wandb/events.out.tfevents.1").symlink_to(next(second.iterdir()))
-    report.main(report.Args(paths=[tmp_path], out=tmp_path / "report"))
-    assert "another run" not in capsys.readouterr().err
-    lines = [line.split(" | ")[1:3] for line in (tmp_path / "report/table.md").read_text().splitlines()[2:]]
-    assert lines == [[r"$\frac$", "1"], ["no, end", "1"], ["qdagger", "2"]]
+def test_links_of_wandb_are_not_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """W&B links to the event files of a run, of a resumed run to the last one only."""
+    run = write_run(tmp_path / "runs", 1, {TRAINING: [(1500, 1.0)]})
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/events.out.tfevents.1").symlink_to(next(run.iterdir()))
+    assert len(read_runs([tmp_path])) == 1
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["missing"], "no event files in missing"),
-        (["losses"], "no run to report in losses"),
+        (["missing"], "no runs in missing"),
         (["good", "--out", "file"], "can't write to file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch, capsys, arguments, message) -> None:
     monkeypatch.chdir(tmp_path)
     write_events(Path("good"), {TRAINING: [(1500, 1.0)]}, {"env_id": PONG, "exp_name": "x", "seed": 1})
-    write_events(Path("losses"), {"losses/loss": [(1500, 1.0)]})
     Path("file").touch()
     with pytest.raises(SystemExit) as stop, one_line_errors():
         report.main(report.tyro.cli(report.Args, args=arguments))
     assert stop.value.code == 2
-    (error,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning: "))
-    assert re.match(f"error: {message}.*; give ", error)
+    assert re.fullmatch(f"error: {message}.*; give .*\n", capsys.readouterr().err)
 
 
 def test_the_table_has_the_values_of_the_runs(runs) -> None:
@@ -218,22 +192,11 @@ def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
     assert labels == ["qdagger", "scratch", "teacher", "random policy", "offline evaluation", "final evaluation"]
 
 
-def test_a_report_has_the_same_bytes_again(runs, tmp_path: Path, monkeypatch) -> None:
-    """Also where the user has settings of matplotlib."""
+def test_a_report_has_the_same_bytes_again(runs, tmp_path: Path) -> None:
     for out in ("first", "second"):
         report.main(report.Args([runs[0]], tmp_path / out))
-        monkeypatch.setitem(matplotlib.rcParams, "lines.linewidth", 5.0)
     for name in ("curves.npz", "curves.png", "results.csv", "table.md"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
-
-
-def test_a_shell_in_jupyter(runs, tmp_path: Path) -> None:
-    """It names a backend for matplotlib that is not installed here."""
-    command = [sys.executable, "-m", "cleanrl_utils.report", runs[0], "--out", "out"]
-    environment = os.environ | {"PYTHONPATH": str(Path(report.__file__).parents[1]), "MPLBACKEND": "module://nowhere"}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "out/curves.png").exists()
 
 
 def test_a_run_draws_its_curves(runs, tmp_path: Path, monkeypatch, capsys) -> None:
@@ -244,13 +207,13 @@ def test_a_run_draws_its_curves(runs, tmp_path: Path, monkeypatch, capsys) -> No
     assert len(figure_of(lambda: draw_run(dqn)).axes) == 1  # DQN has no λ
     run = next(runs[0].glob("Pong*__qdagger__*"))
     assert [len(axis.get_lines()) for axis in figure_of(lambda: draw_run(run)).axes] == [7, 1]
-    # There is nothing to draw, or no package to draw it.
-    draw_run(offline := write_run(Path("runs"), 2, {OFFLINE: [(1000, 1.0)]}))
+    offline = write_run(Path("runs"), 2, {OFFLINE: [(1000, 1.0)]})
+    assert figure_of(lambda: draw_run(offline)).axes[0].get_lines()[1].get_xydata().tolist() == [[0, 1]]
     (dqn / "curves.png").unlink()
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
         draw_run(dqn)
-    assert not [*offline.glob("*.png"), *dqn.glob("*.png")]
+    assert not (dqn / "curves.png").exists()
     assert capsys.readouterr().err == ""
 
 
