@@ -44,7 +44,6 @@ MAY_CHANGE = (  # flags that may have another value in a resumed run
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 USE_THE_SAME = "resume it with the script and packages that started it"
 LOCK = ".lock"  # in the run directory
-FINISHED = "finished"  # in the run directory, the mark of a run that has ended
 CHECKPOINT_FILE = re.compile(r"(\d+\.state|\d+-\d+-[0-9a-f]{8}\.replay)(\.tmp)?")
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
@@ -174,16 +173,13 @@ class Checkpoint:
             sys.exit(128 + self._signal)
 
     def finish(self) -> None:
-        """End the run: mark it by an empty file ``finished``, delete its checkpoints and close."""
-        (self.run_dir / FINISHED).touch()
+        """End the run: write an empty file ``finished``, delete the checkpoints and close."""
+        (self.run_dir / "finished").touch()  # the benchmark runner reads it
         self._kept = []
         self._delete_unneeded()
-        with contextlib.suppress(OSError):  # the directory was never made, or has other files
+        with contextlib.suppress(OSError):  # the directory was never made, has other files, or is a link
             (self.run_dir / LOCK).unlink()
-            if self.directory.is_symlink():
-                self.directory.unlink()
-            else:
-                self.directory.rmdir()
+            self.directory.rmdir()
         self.close()
 
     def restore_signals(self) -> None:

@@ -142,26 +142,6 @@ def upload(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch
     return tensor
 
 
-def download(tensor: "torch.Tensor") -> Callable[[], "np.ndarray"]:
-    """Start to copy a tensor to the host, and return a function that returns the array.
-
-    On a GPU, the function synchronises with this copy and not with later work.
-    """
-    if not tensor.is_cuda:
-        return tensor.numpy
-    import torch
-
-    copy = tensor.to("cpu", non_blocking=True)  # PyTorch takes pinned memory for it
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def read() -> "np.ndarray":
-        copied.synchronize()
-        return copy.numpy()
-
-    return read
-
-
 class CudaGraph:
     """A function that a GPU runs as one CUDA graph instead of hundreds of kernels that Python launches one by one.
 

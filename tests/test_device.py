@@ -83,12 +83,11 @@ def test_bfloat16_of_a_cpu(
 
 
 def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: no core affinity, control groups, prctl or mallopt; on ARM, /proc/cpuinfo does not name the CPU."""
+    """As on macOS: no core affinity, control groups or mallopt; on ARM, /proc/cpuinfo does not name the CPU."""
     monkeypatch.syspath_prepend(ROOT / "benchmark")
     import throughput
 
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(jobs, "LIBC", None)
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.delattr(os, name)
     for module in (device, throughput):
