@@ -347,8 +347,14 @@ def main(args: Args) -> None:
     checkpoint = Checkpoint(args)
     run_dir = checkpoint.run_dir
     writer = start_logging(args, run_dir)
-    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
-    parts |= {"generator": generator, "rng": rng, "writer": writer}
+    parts = {
+        "q_network": q_network,
+        "target_network": target_network,
+        "optimizer": optimizer,
+        "generator": generator,
+        "rng": rng,
+        "writer": writer,
+    }
     progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
 
     @torch.no_grad()

@@ -189,11 +189,10 @@ class QNetwork(nn.Module):
 
     def __init__(self, num_actions: int):
         super().__init__()
-        c0, c1, c2, hidden = 16, 32, 32, 256
         self.network = nn.Sequential(
-            ConvSequence(4, c0), ConvSequence(c0, c1), ConvSequence(c1, c2), nn.Flatten(), nn.ReLU(),
-            nn.Linear(c2 * 11 * 11, hidden), nn.ReLU(),
-            nn.Linear(hidden, num_actions),
+            ConvSequence(4, 16), ConvSequence(16, 32), ConvSequence(32, 32), nn.Flatten(), nn.ReLU(),
+            nn.Linear(32 * 11 * 11, 256), nn.ReLU(),
+            nn.Linear(256, num_actions),
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -536,7 +535,7 @@ def main(args: Args) -> None:
     name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
     teacher, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature)
-    teacher_temperature = args.temperature if teacher_is_policy else 0.0
+    teacher_temperature = args.temperature if teacher_is_policy else 0.0  # 0: it takes the largest Q-value
     teacher.to(device, memory_format=torch.channels_last)
     if bf16 and isinstance(teacher, TeacherNetwork):
         # Once, since its weights are frozen. A QNetwork keeps float32 weights, which autocast casts.
@@ -554,8 +553,14 @@ def main(args: Args) -> None:
     checkpoint = Checkpoint(args)
     run_dir = checkpoint.run_dir
     writer = start_logging(args, run_dir)
-    parts = {"q_network": q_network, "target_network": target_network, "optimizer": optimizer}
-    parts |= {"generator": generator, "rng": rng, "writer": writer}
+    parts = {
+        "q_network": q_network,
+        "target_network": target_network,
+        "optimizer": optimizer,
+        "generator": generator,
+        "rng": rng,
+        "writer": writer,
+    }
     progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
 
     @torch.no_grad()

@@ -541,7 +541,7 @@ def main(args: Args) -> None:
     name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
     teacher, teacher_params, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature, dtype)
-    teacher_temperature = args.temperature if teacher_is_policy else 0.0
+    teacher_temperature = args.temperature if teacher_is_policy else 0.0  # 0: it takes the largest Q-value
     check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])  # with a ring of one step
 
     q_network = QNetwork(envs.num_actions, dtype)
