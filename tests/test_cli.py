@@ -108,7 +108,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         flags += f"--teacher_policy_hf_repo {teacher} --teacher-model-exp-name {DQN} --capture-video"
     else:
         flags += f"--teacher_policy_hf_repo {folder}"
-        params = qdagger_jax.load_teacher(str(teacher), DQN, NUM_ACTIONS, 1.0, jnp.float32)[1]
+        params = qdagger_jax.load_model(str(teacher), DQN, NUM_ACTIONS, 1.0, jnp.float32)[1]
         qdagger_jax.save_model(params, folder / f"{DQN_JAX}.cleanrl_model")
         environ["PYTHONPATH"] = f"{without_torch(folder / 'no')}{os.pathsep}{REPO}"
     command = [sys.executable, "-c", SHORT_EPISODES, "80" if script == STUDENT else "-1"]
@@ -383,7 +383,7 @@ def test_dqn_makes_a_teacher(
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
     assert scalars["eval/episodic_return"][0][0] == 0
     saved = read_model(run_dir / f"{script.__name__}.cleanrl_model", "torch")
-    loaded = qdagger.load_teacher(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
+    loaded = qdagger.load_model(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
     assert saved.keys() == loaded.keys()
     assert all(np.array_equal(saved[key], loaded[key]) for key in saved)
 
