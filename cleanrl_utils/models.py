@@ -1,9 +1,9 @@
 """Read model files of every format, and convert arrays between PyTorch's names and layouts and flax's.
 
-A file has arrays under the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in
-flax. A script compares names and shapes with its own networks, so no network is defined here. Models of other libraries
-get the names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy
-(``actor``), or the logits of C51's return distributions (``network.9`` with ``atoms``).
+Arrays have the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in flax. A
+script compares names and shapes with its own networks, so no network is defined here. Models of other libraries get the
+names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy (``actor``), or
+the logits of C51's return distributions (``network.9`` with ``atoms``).
 Files are untrusted: reading one runs no code from it.
 """
 
@@ -24,9 +24,7 @@ import numpy as np
 
 from cleanrl_utils.errors import one_line, user_errors
 
-Arrays = dict[str, np.ndarray]  # by the name of a PyTorch state dict or, joined by "/", of flax variables
-Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel
-Library = Literal["torch", "flax"]
+Arrays = dict[str, np.ndarray]  # by name
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
 STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
@@ -47,7 +45,7 @@ def model_errors(path: Path) -> AbstractContextManager[None]:
     return user_errors(f"{str(path)!r} is not a usable model", remedy)
 
 
-def read_model(path: Path, library: Library, own: Mapping[str, Any] | None = None) -> Arrays:
+def read_model(path: Path, library: Literal["torch", "flax"], own: Mapping[str, Any] | None = None) -> Arrays:
     """Read a model file of any format; a damaged file can raise almost any exception.
 
     Args:
@@ -60,14 +58,16 @@ def read_model(path: Path, library: Library, own: Mapping[str, Any] | None = Non
         integers are allowed. Otherwise, wrappers such as that of torch.compile are removed from the names, and arrays
         of the other library are converted.
     """
-    source, arrays = read_arrays(path)
+    data = path.read_bytes()
+    is_torch = data.startswith(ZIP)
+    arrays = read_torch(data) if is_torch else flatten(read_flax(data))
     own_shapes = shapes(own or {})
     if shapes(arrays) != own_shapes:
-        if source == "torch":
+        if is_torch:
             arrays = {unwrapped(name): array for name, array in arrays.items()}
-        if source == "torch" and library == "flax":
-            arrays = flatten(torch_to_flax(arrays))
-        if source == "flax" and library == "torch":
+        if is_torch and library == "flax":
+            arrays = torch_to_flax(arrays)
+        if not is_torch and library == "torch":
             arrays = flax_to_torch(arrays)
     is_own = shapes(arrays) == own_shapes
     return {name: as_float32(name, array, keep_integers=is_own) for name, array in arrays.items()}
@@ -97,16 +97,6 @@ def check_layers(arrays: Mapping[str, Any], num_actions: int, **networks: Mappin
             hint = "; --full-action-space plays with all 18" if is_18 else ""
             problem = f"{name!r} has the shape {shape} instead of {needed[name]} for {num_actions} actions{hint}"
             raise ValueError(f"its layers are not those of {closest}: {problem}")
-
-
-def read_arrays(path: Path) -> tuple[Library, dict[str, Any]]:
-    """Read the arrays of a file under its own names, or CleanRL's for stable-baselines3; return the library as well."""
-    data = path.read_bytes()
-    is_torch = data.startswith(ZIP)
-    arrays = read_torch(data) if is_torch else flatten(read_flax(data))
-    if not arrays:
-        raise ValueError("it has no weights")
-    return "torch" if is_torch else "flax", arrays
 
 
 def read_torch(data: bytes) -> dict[str, Any]:
@@ -201,7 +191,7 @@ class TorchUnpickler(pickle.Unpickler):
         return elements[index]
 
 
-def read_flax(data: bytes) -> Params:
+def read_flax(data: bytes) -> dict[str, Any]:
     """Read flax msgpack: parameters alone, CleanRL's [flags, parameters], and the files of its PPO and C51."""
 
     def unpack_array(_: int, data: bytes) -> np.ndarray:
@@ -245,9 +235,9 @@ TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(acto
 FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+|(actor))"
 
 
-def flax_to_torch(params: Params) -> Arrays:
-    """Convert flax parameters to weights in PyTorch's layout; ValueError if a layer belongs to another network."""
-    arrays = flatten(params)
+def flax_to_torch(params: Mapping[str, Any]) -> Arrays:
+    """Convert arrays to PyTorch's names and layouts; ValueError if a layer belongs to another network."""
+    arrays = dict(params)
     weights = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
     channels = 0  # of the image that the previous layer returned; 0 after a dense layer
     place = 0  # of the next layer in `Sequential`
@@ -266,36 +256,33 @@ def flax_to_torch(params: Params) -> Arrays:
             side = math.isqrt(len(kernel) // channels)
             kernel = kernel.reshape(side, side, channels, kernel.shape[1]).transpose(2, 0, 1, 3).reshape(kernel.shape)
         channels = kernel.shape[3] if kernel.ndim == 4 else 0
-        weight = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
-        weights[f"{name}.weight"] = np.ascontiguousarray(weight)
+        weights[f"{name}.weight"] = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
         weights[f"{name}.bias"] = bias
     return weights
 
 
-def torch_to_flax(weights: Mapping[str, Any]) -> Params:
-    """Convert weights in PyTorch's layout to flax parameters: the inverse of :func:`flax_to_torch`."""
+def torch_to_flax(weights: Mapping[str, Any]) -> Arrays:
+    """Convert arrays to flax's names and layouts: the inverse of :func:`flax_to_torch`."""
     arrays = dict(weights)
     params = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
     channels = 0
     count = {"Conv": 0, "Dense": 0}
     for (sequence, block, conv, actor), weight, bias in layers(arrays, TORCH_LAYER, ".", "weight"):
         if sequence:
-            name = f"ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
+            name = f"params/ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
         elif actor:
-            name = actor
+            name = "params/actor"
         else:
             kind = "Conv" if weight.ndim == 4 else "Dense"
-            name = f"{kind}_{count[kind]}"
+            name = f"params/{kind}_{count[kind]}"
             count[kind] += 1
         if weight.ndim == 2 and channels:
             side = math.isqrt(weight.shape[1] // channels)
             weight = weight.reshape(len(weight), channels, side, side).transpose(0, 2, 3, 1).reshape(weight.shape)
         channels = len(weight) if weight.ndim == 4 else 0
         kernel = weight.transpose(2, 3, 1, 0) if weight.ndim == 4 else weight.T
-        node = params
-        for part in f"params/{name}".split("/"):
-            node = node.setdefault(part, {})
-        node.update(kernel=np.ascontiguousarray(kernel), bias=bias)
+        params[f"{name}/kernel"] = kernel
+        params[f"{name}/bias"] = bias
     return params
 
 
@@ -312,7 +299,7 @@ def layers(arrays: Mapping[str, Any], pattern: str, separator: str, kernel: str)
         yield match.groups(), parts[kernel], parts["bias"]
 
 
-def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested dictionaries, with their keys joined by "/"."""
     flat = {}
     for name, node in tree.items():

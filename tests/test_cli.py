@@ -34,6 +34,7 @@ from helpers import (
     STUDENT_JAX,
     TIMED_TAGS,
     Scalars,
+    flax_params,
     only,
     read_scalars,
     run_script,
@@ -49,7 +50,7 @@ from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
 from cleanrl_utils.errors import UserError, one_line_errors
-from cleanrl_utils.models import read_model, torch_to_flax
+from cleanrl_utils.models import read_model
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
@@ -291,7 +292,7 @@ def test_pretraining_alone(
     """
     weights = read_model(teacher / f"{DQN}.cleanrl_model", "torch").items()
     path = tmp_path / "policy"
-    path.write_bytes(to_bytes(torch_to_flax({key.replace("network.9", "actor"): array for key, array in weights})))
+    path.write_bytes(to_bytes(flax_params({key.replace("network.9", "actor"): array for key, array in weights})))
     evaluations, temperatures, choose = [], [], script.epsilon_greedy
     monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
     reports, write_progress = [], tracking.write_progress

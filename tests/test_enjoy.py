@@ -11,10 +11,11 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 from flax.serialization import to_bytes
+from helpers import flax_params
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import read_model, torch_to_flax
+from cleanrl_utils.models import read_model
 
 ROOT = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
@@ -36,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = qdagger.TeacherNetwork(NUM_ACTIONS)
     qdagger.save_model(network, folder / "dqn_atari.cleanrl_model")
     weights = {name: array.numpy() for name, array in network.state_dict().items()}
-    (folder / "dqn_atari_jax.cleanrl_model").write_bytes(to_bytes(torch_to_flax(weights)))
+    (folder / "dqn_atari_jax.cleanrl_model").write_bytes(to_bytes(flax_params(weights)))
     return folder
 
 
@@ -79,7 +80,7 @@ def test_one_episode_and_its_video(
     monkeypatch.setattr(enjoy, "import_script", import_and_record)
     monkeypatch.chdir(tmp_path)
     weights = read_model(directory / "dqn_atari.cleanrl_model", "torch")
-    policy = torch_to_flax({key.replace("network.9", "actor"): array for key, array in weights.items()})
+    policy = flax_params({key.replace("network.9", "actor"): array for key, array in weights.items()})
     (tmp_path / "ppo").write_bytes(to_bytes(policy))
     flags = {"env_id": "BreakoutNoFrameskip-v4", "full_action_space": True, "capture_video": True}
     (episodic_return,) = play("ppo", eval_episodes=1, **flags)

@@ -11,7 +11,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import REPO, qdagger_jax_losses, qdagger_losses, random_batch
+from helpers import REPO, flax_params, qdagger_jax_losses, qdagger_losses, random_batch
 from sb3_contrib import QRDQN
 from stable_baselines3 import A2C, DQN, PPO
 from test_teachers import load_q_function, random_weights, sb3_zip, torch_bytes
@@ -19,7 +19,7 @@ from test_update import log_softmax, nature
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.atari import AtariEnvs
-from cleanrl_utils.models import read_model, torch_to_flax
+from cleanrl_utils.models import read_model
 
 PONG = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model"
 SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 5
@@ -114,7 +114,7 @@ def test_enjoy(saved: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
 def cleanrl_file(kind: str, weights: dict[str, np.ndarray]) -> bytes:
     """Return a file as a script of CleanRL writes it."""
     args = {"exp_name": kind, "track": False, "wandb_entity": None, "v_min": -1, "v_max": 0.5, "n_atoms": ATOMS}
-    params = torch_to_flax(weights)
+    params = flax_params(weights)
     if kind == "dqn_atari":
         return torch_bytes(weights)
     if kind == "c51_atari":
