@@ -65,6 +65,22 @@ def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixtu
     assert line in capsys.readouterr().out
 
 
+def test_which_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of JAX if the name of the model, or of its file, directory or repository, has ``_jax``."""
+
+    def refuse(path: Path) -> None:
+        raise UserError(path.name)
+
+    monkeypatch.setattr(enjoy, "import_script", refuse)
+    for repository, exp_name, library in (
+        ("lab_jax/a", "dqn_atari", ""),
+        ("lab/a", "c51_atari_jax", "_jax"),
+        ("lab/dqn_atari_jax.cleanrl_model", "dqn_atari", "_jax"),
+    ):
+        with pytest.raises(UserError, match=f"^qdagger_dqn_atari{library}_impalacnn.py$"):
+            play(repository, exp_name=exp_name)
+
+
 def test_one_episode_and_its_video(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -492,7 +492,7 @@ def test_a_path_wins_over_a_repository(script, tmp_path, monkeypatch):
     (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(WEIGHTS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(script, "snapshot_download", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(script, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     for repo in (str(directory), "lab/local", "~/lab/local", "lab/local/dqn_atari.cleanrl_model"):
         assert script.load_model(repo, "dqn_atari", 6, 1.0)
 
@@ -523,8 +523,9 @@ def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_path_without_a_model(script, tmp_path):
+def test_path_without_a_model(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(UserError, match=f"^no model can be loaded from '{path}': it has no file dqn_atari.cleanrl"):
-            script.load_model(str(path), "dqn_atari", 6, 1.0)
+    for repo in (str(tmp_path), "~", "~/pipe"):
+        with pytest.raises(UserError, match=f"^no model can be loaded from '{repo}': it has no file dqn_atari.cleanrl"):
+            script.load_model(repo, "dqn_atari", 6, 1.0)
