@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from flax.serialization import to_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
-from huggingface_hub import hf_hub_download
+from huggingface_hub import snapshot_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
@@ -27,7 +27,7 @@ from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import find_hub_model, find_local_model, hub_errors, upload_model
+from cleanrl_utils.hub import MODEL_FILES, repo_errors, find_model, upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
@@ -226,20 +226,12 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
     return unflatten_dict(params)
 
 
-def load_teacher(repo: str, exp_name: str, num_actions: int, temperature: float, dtype: jnp.dtype) -> Model:
-    """Load a model from a file, a local directory or else a hub repository; see `load_model`."""
-    path = find_local_model(repo, exp_name)
-    if path is None:
-        with hub_errors(repo):
-            path = Path(hf_hub_download(*find_hub_model(repo, exp_name)))
-    return load_model(path, num_actions, temperature, dtype)
-
-
-def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32) -> Model:
-    """Load a model of any format.
+def load_model(repo: str, exp_name: str, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32) -> Model:
+    """Load a model of any format from a file, a directory or a hub repository.
 
     Args:
-        path: the file.
+        repo: the file, the directory or, if nothing has this path, the name of the hub repository.
+        exp_name: the name of the file in a directory or repository, without .cleanrl_model or .zip.
         num_actions: the number of actions of the game.
         temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
         dtype: the dtype of all layers but the last.
@@ -248,8 +240,13 @@ def load_model(path: Path, num_actions: int, temperature: float, dtype: jnp.dtyp
         The network, its variables, and whether it is a policy, which samples its actions.
 
     Raises:
-        UserError: the file is not a model of a network in this script.
+        UserError: no model is found, or it is not of a network in this script.
     """
+    with repo_errors(repo):
+        path = Path(repo).expanduser()
+        if not path.exists():
+            path = Path(snapshot_download(repo, **MODEL_FILES))  # or cached, if there is no network
+        path = find_model(path, exp_name)
 
     def arrays_of(network: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
         return flatten_dict(jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK), sep="/")
@@ -540,7 +537,7 @@ def main(args: Args) -> None:
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
     name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
-    teacher, teacher_params, teacher_is_policy = load_teacher(repo, name, envs.num_actions, args.temperature, dtype)
+    teacher, teacher_params, teacher_is_policy = load_model(repo, name, envs.num_actions, args.temperature, dtype)
     teacher_temperature = args.temperature if teacher_is_policy else 0.0  # 0: it takes the largest Q-value
     check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])  # with a ring of one step
 

@@ -15,7 +15,7 @@ from cleanrl_utils.checks import PACKAGES
 from cleanrl_utils.device import set_up_jax, set_up_torch
 from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
 from cleanrl_utils.evaluation import play_episodes
-from cleanrl_utils.hub import SUFFIXES, repository_name
+from cleanrl_utils.hub import repository_name
 
 SCRIPTS = Path(cleanrl.__file__).parent
 
@@ -23,7 +23,7 @@ SCRIPTS = Path(cleanrl.__file__).parent
 @dataclass
 class Args:
     exp_name: str = "dqn_atari"
-    """the name of the model's file without .cleanrl_model or .zip; JAX is used if it has `_jax`, otherwise PyTorch"""
+    """the name of the model's file without .cleanrl_model or .zip"""
     seed: int = 1
     """seed of the environments and actions, and the one in the repository's name"""
     hf_entity: str = "cleanrl"
@@ -37,7 +37,7 @@ class Args:
     capture_video: bool = False
     """whether to film one more episode (check out the `videos` folder)"""
     script: Path | None = None
-    """script with the model's network; by default QDagger's, which has DQN's network too"""
+    """QDagger script that loads the model; by default JAX's if `exp_name` or the end of `hf_repository` has `_jax`"""
     epsilon: float = 0.01
     """probability of a random action"""
     repeat_action_probability: float | None = None
@@ -66,14 +66,11 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
     envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability, args.full_action_space)
     envs.close()
     repo = args.hf_repository or repository_name(args)
-    name = args.exp_name
-    if repo.endswith(SUFFIXES) and "_jax" not in name:
-        name = Path(repo).stem
-    library = "_jax" if "_jax" in name else ""
+    library = "_jax" if "_jax" in args.exp_name + Path(repo).name else ""
     script = import_script(args.script or SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py")
-    teacher = repo, args.exp_name, envs.num_actions, 1.0
+    model = repo, args.exp_name, envs.num_actions, 1.0
     if hasattr(script, "jax"):
-        network, params, is_policy = script.load_teacher(*teacher, set_up_jax(bf16=True))
+        network, params, is_policy = script.load_model(*model, set_up_jax(bf16=True))
         apply = script.jax.jit(network.apply)
 
         def q_function(observation: np.ndarray) -> np.ndarray:
@@ -83,7 +80,7 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
         torch = script.torch
         device, bf16 = set_up_torch(cuda=True, bf16=True)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-        network, is_policy = script.load_teacher(*teacher)
+        network, is_policy = script.load_model(*model)
         network.to(device, memory_format=torch.channels_last)
 
         @torch.inference_mode()

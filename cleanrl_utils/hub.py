@@ -1,121 +1,56 @@
 """Find a model on the disk or the Hugging Face Hub; upload a trained model."""
 
 import os
-import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub as hf
 import numpy as np
-from huggingface_hub import constants, errors, utils
+from huggingface_hub import constants, utils
 
 from cleanrl_utils.errors import UserError, one_line, user_errors
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.tracking import VIDEOS, changed_flags, game_flags, script_of
 
-EMBEDDED = Path(__file__).resolve().parent.parent / "teachers"
-REMEDY = "give another file, directory or hub repository (`hf auth login` for a private one)"
-if EMBEDDED.is_dir():  # it is not installed with the package
-    REMEDY += f"; the embedded teachers are in {str(EMBEDDED)!r}"
-SUFFIXES = (".cleanrl_model", ".zip")  # of models
-# The pages of a repository and of a file in it. Other branches than main are not read.
-HUB_PAGE = r"https?://[^/]+/([^/]+/[^/?#]+)(?:/(?:tree|blob|resolve)/main(?:/([^?#]+))?)?/?(?:[?#].*)?"
-REQUEST_TIMEOUT = 30.0  # seconds without progress
+# The models in a repository, as arguments of the hub's functions. rl-baselines3-zoo uploads its logs as a zip file.
+MODEL_FILES = {
+    "allow_patterns": ["*.cleanrl_model", "*.zip"],
+    "ignore_patterns": ["*/*", "train_eval_metrics.zip"],
+}
 
 
-def limit_requests() -> None:
-    """Set a time limit for the client's requests that have none."""
-    session = hf.get_session()
-    # A factory, because the client makes a new session after a failed connection.
-    options = {"event_hooks": session.event_hooks, "follow_redirects": True, "timeout": REQUEST_TIMEOUT}
-    hf.set_client_factory(lambda: type(session)(**options))
-    os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "120s")  # six tries; the default is 300 s each
+def repo_errors(repo: str) -> AbstractContextManager[None]:
+    """Turn any exception in a ``with`` block that finds a model into a UserError of one line."""
+    what = f"no model can be loaded from {repo!r}"
+    if not os.path.exists(os.path.expanduser(repo)):
+        path = os.path.abspath(repo)
+        what = f"there is no file or directory {path!r}, and no model can be loaded from the hub repository {repo!r}"
+    remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
+    return user_errors(what, remedy)
 
 
-def find_local_model(repo: str, exp_name: str) -> Path | None:
-    """Find a model on the disk: ``repo`` is its file or its directory.
+def find_model(path: Path, exp_name: str) -> Path:
+    """Return ``path`` if it is a file, and otherwise the model in this directory.
 
-    Returns:
-        The file; None if nothing has this path and it may be the name of a hub repository.
+    The model is ``{exp_name}.cleanrl_model``, ``{exp_name}.zip`` or, with a script's default
+    ``exp_name``, the only model.
 
     Raises:
-        UserError: nothing has this path and it can't be a hub repository, or the directory has no such model.
+        FileNotFoundError: the directory has no such model.
     """
-    path = Path(os.path.expanduser(repo)).absolute()
-    with user_errors(f"no model can be loaded from {str(path)!r}", REMEDY):
-        if path.is_dir():
-            files = [file.name for file in path.iterdir() if file.is_file()]
-            return path / choose_model(files, exp_name, path.name)
-        if path.exists():
-            return path
-        if hub_location(repo) is None:
-            raise FileNotFoundError(f"there is no such file or directory, and {repo!r} can't be a hub repository")
-    return None
-
-
-def find_hub_model(repo: str, exp_name: str) -> tuple[str, str]:
-    """Return the name of a hub repository and of the model in it; without a network, of a cached one."""
-    limit_requests()
-    hf.logging.set_verbosity_error()  # the client prints ten lines about its retries
-    name, file = hub_location(repo)
-    if file:
-        return name, file
-    try:
-        files = hf.HfApi().list_repo_files(name)
-    except Exception as error:  # of the network, its settings, the hub or its offline mode
-        try:
-            files = os.listdir(hf.snapshot_download(name, local_files_only=True, allow_patterns=[]))
-        except errors.LocalEntryNotFoundError:
-            raise error from None
-    return name, choose_model(files, exp_name, name.rpartition("/")[2])
-
-
-@contextmanager
-def hub_errors(repo: str) -> Iterator[None]:
-    """Turn any exception in a ``with`` block that downloads a model into a UserError of one line."""
-    name, _ = hub_location(repo)
-    what = f"no model can be loaded from the hub repository {name!r}"
-    if name == repo:  # otherwise it is the address of a page
-        what = f"there is no file or directory {os.path.abspath(repo)!r}, and {what}"
-    with user_errors(what, REMEDY):
-        try:
-            yield
-        except errors.LocalEntryNotFoundError as error:
-            raise (error.__cause__ or error) from None  # the cause is the failed request
-
-
-def hub_location(repo: str) -> tuple[str, str | None] | None:
-    """Return the repository and, if it is given, the file that a name or an address of the hub stands for."""
-    page = re.fullmatch(HUB_PAGE, repo)
-    name, file = page.groups() if page else (repo, None)
-    try:
-        utils.validate_repo_id(name)
-    except errors.HFValidationError:
-        return None
-    return None if name.endswith(SUFFIXES) else (name, file)
-
-
-def choose_model(files: Iterable[str], exp_name: str, directory: str) -> str:
-    """Choose the model among the files of a directory or repository; FileNotFoundError if there is none.
-
-    It is ``{exp_name}.cleanrl_model`` or ``{exp_name}.zip``. With a script's default ``exp_name``, it may also be the
-    zip file with the directory's name, or the only model.
-    """
-    models = sorted(file for file in files if file.endswith(SUFFIXES) and "/" not in file)
-    if "train_eval_metrics.zip" in models:  # the logs in a repository of rl-baselines3-zoo
-        models.remove("train_eval_metrics.zip")
-    names = [exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"]
-    if exp_name in ("dqn_atari", "dqn_atari_jax"):
-        names.append(f"{directory}.zip")
-        if len(models) == 1:
-            names += models
-    for name in names:
+    if path.is_file():
+        return path
+    files = [file.name for file in path.glob("*") if file.is_file()]
+    models = sorted(utils.filter_repo_objects(files, **MODEL_FILES))
+    for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
         if name in models:
-            return name
+            return path / name
+    if exp_name in ("dqn_atari", "dqn_atari_jax") and len(models) == 1:
+        return path / models[0]
     has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
     raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
 
@@ -143,7 +78,6 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
     repo = repository_name(args)
     videos = sorted((VIDEOS / run_dir.name).glob("*.mp4"), key=lambda path: path.stat().st_mtime)
     try:
-        limit_requests()
         api = hf.HfApi()
         url = api.create_repo(repo, exist_ok=True)
         repo = url.repo_id  # with the owner

@@ -1,13 +1,12 @@
-"""Read, write and convert model files: ``python -m cleanrl_utils.models SOURCE TARGET``.
+"""Read model files of every format, and convert arrays between PyTorch's names and layouts and flax's.
 
-A file has arrays under the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in
-flax. A script compares names and shapes with its own networks, so no network is defined here. Models of other libraries
-get the names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy
-(``actor``), or the logits of C51's return distributions (``network.9`` with ``atoms``).
+Arrays have the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in flax. A
+script compares names and shapes with its own networks, so no network is defined here. Models of other libraries get the
+names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy (``actor``), or
+the logits of C51's return distributions (``network.9`` with ``atoms``).
 Files are untrusted: reading one runs no code from it.
 """
 
-import functools
 import io
 import json
 import math
@@ -22,20 +21,14 @@ from typing import Any, Literal
 
 import msgpack
 import numpy as np
-import tyro
 
-from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages, user_errors
-from cleanrl_utils.files import atomic_write
+from cleanrl_utils.errors import one_line, user_errors
 
-Arrays = dict[str, np.ndarray]  # by the name of a PyTorch state dict or, joined by "/", of flax variables
-Params = dict[str, Any]  # arrays in nested dictionaries, as flax has them: params → Conv_0 → kernel
-Library = Literal["torch", "flax"]
+Arrays = dict[str, np.ndarray]  # by name
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
-MAX_BYTES = 2**30  # of a file, and of what a zip archive unpacks to
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
 STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
-# Modules that hold the actual one: of torch.compile, DataParallel, FSDP, activation checkpoints and Lightning Fabric.
-WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+WRAPPERS = {"_orig_mod", "module"}  # modules of torch.compile and DataParallel that hold the actual one
 SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names here; None: a layer that does not act
     (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.cnn\.([024])", r"network.\1"),
     (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.linear\.0", "network.7"),
@@ -52,7 +45,7 @@ def model_errors(path: Path) -> AbstractContextManager[None]:
     return user_errors(f"{str(path)!r} is not a usable model", remedy)
 
 
-def read_model(path: Path, library: Library, own: Mapping[str, Any] | None = None) -> Arrays:
+def read_model(path: Path, library: Literal["torch", "flax"], own: Mapping[str, Any] | None = None) -> Arrays:
     """Read a model file of any format; a damaged file can raise almost any exception.
 
     Args:
@@ -65,14 +58,16 @@ def read_model(path: Path, library: Library, own: Mapping[str, Any] | None = Non
         integers are allowed. Otherwise, wrappers such as that of torch.compile are removed from the names, and arrays
         of the other library are converted.
     """
-    source, arrays = read_arrays(path)
+    data = path.read_bytes()
+    is_torch = data.startswith(ZIP)
+    arrays = read_torch(data) if is_torch else flatten(read_flax(data))
     own_shapes = shapes(own or {})
     if shapes(arrays) != own_shapes:
-        if source == "torch":
+        if is_torch:
             arrays = {unwrapped(name): array for name, array in arrays.items()}
-        if source == "torch" and library == "flax":
-            arrays = flatten(torch_to_flax(arrays))
-        if source == "flax" and library == "torch":
+        if is_torch and library == "flax":
+            arrays = torch_to_flax(arrays)
+        if not is_torch and library == "torch":
             arrays = flax_to_torch(arrays)
     is_own = shapes(arrays) == own_shapes
     return {name: as_float32(name, array, keep_integers=is_own) for name, array in arrays.items()}
@@ -104,35 +99,18 @@ def check_layers(arrays: Mapping[str, Any], num_actions: int, **networks: Mappin
             raise ValueError(f"its layers are not those of {closest}: {problem}")
 
 
-def read_arrays(path: Path) -> tuple[Library, dict[str, Any]]:
-    """Read the arrays of a file under its own names, or CleanRL's for stable-baselines3; return the library as well."""
-    if not path.is_file():
-        raise ValueError("it is not a file" if path.exists() else "there is no such file")
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"it has {size:,} bytes, more than the {MAX_BYTES:,} that a model may have")
-    data = path.read_bytes()
-    is_torch = data.startswith(ZIP)
-    arrays = read_torch(data) if is_torch else flatten(read_flax(data))
-    if not arrays:
-        raise ValueError("it has no weights")
-    return "torch" if is_torch else "flax", arrays
-
-
 def read_torch(data: bytes) -> dict[str, Any]:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
-    archive = open_zip(data)
+    archive = zipfile.ZipFile(io.BytesIO(data))
     is_sb3 = {"data", "policy.pth"} <= set(archive.namelist())
     if is_sb3:
         num_actions = read_sb3_actions(archive.read("data"))
-        archive = open_zip(archive.read("policy.pth"))
+        archive = zipfile.ZipFile(io.BytesIO(archive.read("policy.pth")))
     state_dict = TorchUnpickler(archive).load()
     if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
         state_dict = state_dict["model_weights"]
     if not isinstance(state_dict, dict):
         raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
-    if sum(map(np.size, state_dict.values())) > len(data):  # one element or array can stand for many
-        raise ValueError("its tensors have more elements than the file has bytes")
     state_dict = {str(name): array for name, array in state_dict.items()}
     return rename_sb3(state_dict, num_actions) if is_sb3 else state_dict
 
@@ -177,18 +155,10 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def open_zip(data: bytes) -> zipfile.ZipFile:
-    """Open a zip archive; ValueError if it unpacks to more bytes than a model may have."""
-    archive = zipfile.ZipFile(io.BytesIO(data))
-    if sum(file.file_size for file in archive.infolist()) > MAX_BYTES:
-        raise ValueError(f"its zip archive unpacks to more than {MAX_BYTES:,} bytes")
-    return archive
-
-
 class TorchUnpickler(pickle.Unpickler):
     """Read the NumPy arrays of a PyTorch file (``torch.save``), without PyTorch and without running code from it.
 
-    The file is a zip archive of a pickle and the elements of each storage. Tensors are views of them.
+    The file is a zip archive of a pickle and the elements of each storage.
     """
 
     def __init__(self, archive: zipfile.ZipFile):
@@ -196,7 +166,7 @@ class TorchUnpickler(pickle.Unpickler):
         if len(names) != 1:
             raise ValueError("it is a zip archive of neither stable-baselines3 nor a state dict of PyTorch")
         super().__init__(io.BytesIO(archive.read(names[0])))
-        self.read = functools.cache(archive.read)  # several tensors may share a storage
+        self.archive = archive
         self.folder = names[0].removesuffix("data.pkl")
 
     def find_class(self, module: str, name: str) -> Any:
@@ -212,18 +182,16 @@ class TorchUnpickler(pickle.Unpickler):
         return storage[1:3]
 
     def rebuild_tensor(self, storage: tuple, offset: int, shape: tuple, strides: tuple, *_: Any) -> np.ndarray:
-        """Return a view of a storage's elements; ValueError if it has elements outside it."""
+        """Return elements of a storage as an array; IndexError if the storage does not have them."""
         dtype, member = storage
-        elements = np.frombuffer(self.read(f"{self.folder}data/{member}"), dtype)
-        if not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)):  # NumPy's overflow
-            raise ValueError("a tensor has an invalid shape")
-        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if last >= len(elements):
-            raise ValueError("a tensor has elements that are not in the file")
-        return np.lib.stride_tricks.as_strided(elements[offset:], shape, [elements.itemsize * step for step in strides])
+        elements = np.frombuffer(self.archive.read(f"{self.folder}data/{member}"), dtype)
+        index = np.array(offset)
+        for size, stride in zip(shape, strides, strict=True):
+            index = np.add.outer(index, stride * np.arange(size))
+        return elements[index]
 
 
-def read_flax(data: bytes) -> Params:
+def read_flax(data: bytes) -> dict[str, Any]:
     """Read flax msgpack: parameters alone, CleanRL's [flags, parameters], and the files of its PPO and C51."""
 
     def unpack_array(_: int, data: bytes) -> np.ndarray:
@@ -238,7 +206,7 @@ def read_flax(data: bytes) -> Params:
             return {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
         if tree.keys() == {"model_weights", "args"}:  # C51
             flags = tree["args"]
-            atoms = np.linspace(flags["v_min"], flags["v_max"], min(flags["n_atoms"], 10**6), dtype=np.float32)
+            atoms = np.linspace(flags["v_min"], flags["v_max"], flags["n_atoms"], dtype=np.float32)
             return tree["model_weights"] | {"atoms": atoms}
         return dict(tree)
     except Exception as error:  # msgpack and NumPy raise many kinds
@@ -252,8 +220,7 @@ def as_float32(name: str, array: Any, keep_integers: bool) -> np.ndarray:
         return np.array(array, order="C")
     if "float" not in dtype:
         raise ValueError(f"{name!r:.60} is {dtype}, not floating-point numbers")
-    with np.errstate(over="ignore"):
-        copy = np.array(array, np.float32, order="C")
+    copy = np.array(array, np.float32, order="C")
     if not np.isfinite(copy).all():
         raise ValueError(f"{name!r:.60} holds NaN or infinite values")
     return copy
@@ -268,9 +235,9 @@ TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(acto
 FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+|(actor))"
 
 
-def flax_to_torch(params: Params) -> Arrays:
-    """Convert flax parameters to weights in PyTorch's layout; ValueError if a layer belongs to another network."""
-    arrays = flatten(params)
+def flax_to_torch(params: Mapping[str, Any]) -> Arrays:
+    """Convert arrays to PyTorch's names and layouts; ValueError if a layer belongs to another network."""
+    arrays = dict(params)
     weights = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
     channels = 0  # of the image that the previous layer returned; 0 after a dense layer
     place = 0  # of the next layer in `Sequential`
@@ -289,36 +256,33 @@ def flax_to_torch(params: Params) -> Arrays:
             side = math.isqrt(len(kernel) // channels)
             kernel = kernel.reshape(side, side, channels, kernel.shape[1]).transpose(2, 0, 1, 3).reshape(kernel.shape)
         channels = kernel.shape[3] if kernel.ndim == 4 else 0
-        weight = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
-        weights[f"{name}.weight"] = np.ascontiguousarray(weight)
+        weights[f"{name}.weight"] = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
         weights[f"{name}.bias"] = bias
     return weights
 
 
-def torch_to_flax(weights: Mapping[str, Any]) -> Params:
-    """Convert weights in PyTorch's layout to flax parameters: the inverse of :func:`flax_to_torch`."""
+def torch_to_flax(weights: Mapping[str, Any]) -> Arrays:
+    """Convert arrays to flax's names and layouts: the inverse of :func:`flax_to_torch`."""
     arrays = dict(weights)
     params = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
     channels = 0
     count = {"Conv": 0, "Dense": 0}
     for (sequence, block, conv, actor), weight, bias in layers(arrays, TORCH_LAYER, ".", "weight"):
         if sequence:
-            name = f"ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
+            name = f"params/ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
         elif actor:
-            name = actor
+            name = "params/actor"
         else:
             kind = "Conv" if weight.ndim == 4 else "Dense"
-            name = f"{kind}_{count[kind]}"
+            name = f"params/{kind}_{count[kind]}"
             count[kind] += 1
         if weight.ndim == 2 and channels:
             side = math.isqrt(weight.shape[1] // channels)
             weight = weight.reshape(len(weight), channels, side, side).transpose(0, 2, 3, 1).reshape(weight.shape)
         channels = len(weight) if weight.ndim == 4 else 0
         kernel = weight.transpose(2, 3, 1, 0) if weight.ndim == 4 else weight.T
-        node = params
-        for part in f"params/{name}".split("/"):
-            node = node.setdefault(part, {})
-        node.update(kernel=np.ascontiguousarray(kernel), bias=bias)
+        params[f"{name}/kernel"] = kernel
+        params[f"{name}/bias"] = bias
     return params
 
 
@@ -335,51 +299,9 @@ def layers(arrays: Mapping[str, Any], pattern: str, separator: str, kernel: str)
         yield match.groups(), parts[kernel], parts["bias"]
 
 
-def flatten(tree: Params, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested dictionaries, with their keys joined by "/"."""
     flat = {}
     for name, node in tree.items():
         flat |= flatten(node, f"{prefix}{name}/") if isinstance(node, dict) else {f"{prefix}{name}": node}
     return flat
-
-
-def convert(
-    source: tyro.conf.Positional[Path],
-    target: tyro.conf.Positional[Path],
-    format: Library | None = None,
-) -> str:
-    """Write a model with CleanRL's layer names, and return the format; the last layer of a policy is named actor.
-
-    Args:
-        source: the model to read, of any format
-        target: the file to write
-        format: the format to write; by default flax for a PyTorch file and torch for a flax file
-    """
-    with model_errors(source):
-        weights = read_model(source, "torch")
-        if "atoms" in weights:
-            raise ValueError("C51 has return distributions, and a DQN's file has Q-values; both scripts read C51's own")
-        params = torch_to_flax(weights)
-        is_torch = source.read_bytes().startswith(ZIP)
-    if format is None:
-        format = "flax" if is_torch else "torch"
-    with user_errors(f"{str(target)!r} cannot be written", "give another file", OSError):
-        if target.exists():
-            raise UserError(f"{str(target)!r} exists; give another file or remove it")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        require_packages(f"writing the {format} format", format)
-        with atomic_write(target) as file:
-            if format == "flax":
-                from flax.serialization import to_bytes
-
-                file.write(to_bytes(params))
-            else:
-                import torch
-
-                torch.save({key: torch.from_numpy(value) for key, value in weights.items()}, file)
-    return format
-
-
-if __name__ == "__main__":
-    with one_line_errors():
-        print(f"written in the {tyro.cli(convert)} format")

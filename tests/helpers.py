@@ -17,7 +17,10 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
+from flax.traverse_util import unflatten_dict
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanrl_utils.models import torch_to_flax
 
 REPO = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "KlaxNoFrameskip-v4", 18  # with any policy, an episode of Klax ends after a few hundred steps
@@ -70,6 +73,11 @@ def twin(args: Any, script: Any) -> Any:
     """Return the same flags for another script, as far as it has them."""
     names = script.Args.__dataclass_fields__.keys() - ({"exp_name"} if args.exp_name == type(args).exp_name else set())
     return script.Args(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def flax_params(weights: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Convert weights of PyTorch to the nested parameters of flax."""
+    return unflatten_dict(torch_to_flax(weights), sep="/")
 
 
 def write_teacher(directory: Path, num_actions: int = NUM_ACTIONS, **changes: torch.Tensor | None) -> Path:

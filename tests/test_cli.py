@@ -34,6 +34,7 @@ from helpers import (
     STUDENT_JAX,
     TIMED_TAGS,
     Scalars,
+    flax_params,
     only,
     read_scalars,
     run_script,
@@ -48,7 +49,7 @@ from hypothesis import strategies as st
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
 from cleanrl_utils.errors import UserError, one_line_errors
-from cleanrl_utils.models import read_model, torch_to_flax
+from cleanrl_utils.models import read_model
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
@@ -107,7 +108,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         flags += f"--teacher_policy_hf_repo {teacher} --teacher-model-exp-name {DQN} --capture-video"
     else:
         flags += f"--teacher_policy_hf_repo {folder}"
-        params = qdagger_jax.load_teacher(str(teacher), DQN, NUM_ACTIONS, 1.0, jnp.float32)[1]
+        params = qdagger_jax.load_model(str(teacher), DQN, NUM_ACTIONS, 1.0, jnp.float32)[1]
         qdagger_jax.save_model(params, folder / f"{DQN_JAX}.cleanrl_model")
         environ["PYTHONPATH"] = f"{without_torch(folder / 'no')}{os.pathsep}{REPO}"
     command = [sys.executable, "-c", SHORT_EPISODES, "80" if script == STUDENT else "-1"]
@@ -286,7 +287,7 @@ def test_pretraining_alone(
     """
     weights = read_model(teacher / f"{DQN}.cleanrl_model", "torch").items()
     path = tmp_path / "policy"
-    path.write_bytes(to_bytes(torch_to_flax({key.replace("network.9", "actor"): array for key, array in weights})))
+    path.write_bytes(to_bytes(flax_params({key.replace("network.9", "actor"): array for key, array in weights})))
     evaluations, temperatures, choose = [], [], script.epsilon_greedy
     monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
 
@@ -370,7 +371,7 @@ def test_dqn_makes_a_teacher(
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
     assert scalars["eval/episodic_return"][0][0] == 0
     saved = read_model(run_dir / f"{script.__name__}.cleanrl_model", "torch")
-    loaded = qdagger.load_teacher(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
+    loaded = qdagger.load_model(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
     assert saved.keys() == loaded.keys()
     assert all(np.array_equal(saved[key], loaded[key]) for key in saved)
 

@@ -11,10 +11,11 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 from flax.serialization import to_bytes
+from helpers import flax_params
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, read_model, torch_to_flax
+from cleanrl_utils.models import read_model
 
 ROOT = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
@@ -33,8 +34,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DQN with random weights, in both formats."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
-    qdagger.save_model(qdagger.TeacherNetwork(NUM_ACTIONS), folder / "dqn_atari.cleanrl_model")
-    convert(folder / "dqn_atari.cleanrl_model", folder / "dqn_atari_jax.cleanrl_model")
+    network = qdagger.TeacherNetwork(NUM_ACTIONS)
+    qdagger.save_model(network, folder / "dqn_atari.cleanrl_model")
+    weights = {name: array.numpy() for name, array in network.state_dict().items()}
+    (folder / "dqn_atari_jax.cleanrl_model").write_bytes(to_bytes(flax_params(weights)))
     return folder
 
 
@@ -62,6 +65,22 @@ def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixtu
     assert line in capsys.readouterr().out
 
 
+def test_which_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of JAX if the name of the model, or of its file, directory or repository, has ``_jax``."""
+
+    def refuse(path: Path) -> None:
+        raise UserError(path.name)
+
+    monkeypatch.setattr(enjoy, "import_script", refuse)
+    for repository, exp_name, library in (
+        ("lab_jax/a", "dqn_atari", ""),
+        ("lab/a", "c51_atari_jax", "_jax"),
+        ("lab/dqn_atari_jax.cleanrl_model", "dqn_atari", "_jax"),
+    ):
+        with pytest.raises(UserError, match=f"^qdagger_dqn_atari{library}_impalacnn.py$"):
+            play(repository, exp_name=exp_name)
+
+
 def test_one_episode_and_its_video(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -77,7 +96,7 @@ def test_one_episode_and_its_video(
     monkeypatch.setattr(enjoy, "import_script", import_and_record)
     monkeypatch.chdir(tmp_path)
     weights = read_model(directory / "dqn_atari.cleanrl_model", "torch")
-    policy = torch_to_flax({key.replace("network.9", "actor"): array for key, array in weights.items()})
+    policy = flax_params({key.replace("network.9", "actor"): array for key, array in weights.items()})
     (tmp_path / "ppo").write_bytes(to_bytes(policy))
     flags = {"env_id": "BreakoutNoFrameskip-v4", "full_action_space": True, "capture_video": True}
     (episodic_return,) = play("ppo", eval_episodes=1, **flags)
@@ -91,14 +110,13 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     """CleanRL's flags name the repository."""
     asked = []
     monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(vars(args[3])) or np.zeros(3))
-    monkeypatch.setattr("cleanrl_utils.hub.find_hub_model", lambda *args: asked.append(args) or 1 / 0)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
     with pytest.raises(UserError, match="repository 'lab/ALE-Alien-v5-c51_atari-seed2': division by zero"):
         play("", **flags)
     play(directory, repeat_action_probability=0.1)
-    assert asked[0] == ("lab/ALE-Alien-v5-c51_atari-seed2", "c51_atari")
     expected = {"env_id": GAME, "seed": 5, "repeat_action_probability": 0.1}
-    assert expected.items() <= asked[1].items()
+    assert expected.items() <= asked[0].items()
 
 
 @pytest.mark.parametrize(

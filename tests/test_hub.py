@@ -26,7 +26,6 @@ from cleanrl_utils.errors import UserError
 from cleanrl_utils.hub import check_upload_possible, model_card, upload_model
 
 MODEL = b"the model's bytes" * 100
-NOWHERE = "can't be a hub repository"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_a_token_of_alice"
 
@@ -50,18 +49,11 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         self.files: dict[str, dict[str, bytes]] = {}  # the files of each repository after them
         self.commit_status = 200
-        self.hangs_at = "nowhere"  # requests for paths that contain it get no answer
 
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
-
-    def parse_request(self):
-        valid = super().parse_request()
-        if valid and self.server.hangs_at in self.path:
-            threading.Event().wait()
-        return valid
 
     def answer(self, status, body=b"", headers=()):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -145,25 +137,28 @@ def hub(tmp_path, monkeypatch):
 
 
 def find(repo, script=qdagger, exp_name="dqn_atari"):
-    """Return the text of the file that `load_teacher` finds."""
+    """Return the text of the file that `load_model` finds."""
+
+    def stop(path, *_):
+        raise SystemExit(path.read_text())
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "load_model", lambda path, *_: path.read_text())
-        return script.load_teacher(repo, exp_name, 6, 0.1, *([None] if script is qdagger_jax else []))
+        patch.setattr(script, "read_model", stop)
+        with pytest.raises(SystemExit) as found:
+            script.load_model(repo, exp_name, 6, 0.1)
+    return found.value.code
 
 
 def check_error(repo, reason=""):
-    """The error names the place on the disk and, where there was a request, the repository and the hub's answer."""
+    """The error is one line with the place on the disk, the repository, what was wrong there, and what to do."""
     with pytest.raises(UserError) as caught:
         find(repo)
     line = str(caught.value)
-    place = repr(str(Path.cwd() / repo))
-    if reason == NOWHERE:
-        assert line.startswith(f"no model can be loaded from {place}: there is no such file or directory, and {repo!r}")
-    else:
-        assert line.startswith(f"there is no file or directory {place}, and no model can be loaded from the hub rep")
-        assert f"the hub repository {repo!r}: " in line
+    place = os.path.abspath(repo)
+    assert line.startswith(f"there is no file or directory {place!r}, and no model can be loaded from the hub rep")
+    assert f"the hub repository {repo!r}: " in line
     assert reason in line
-    assert f"the embedded teachers are in '{Path(__file__).parent.parent / 'teachers'}'" in line
+    assert "; give another file, directory or hub repository (`hf auth login` for a private one" in line
     assert line.isprintable()
 
 
@@ -174,7 +169,7 @@ def test_downloads(hub, monkeypatch):
     check_error("lab/secret", "Invalid username or password.")
     check_error("lab/gated", "Access to lab/gated is")
     check_error("lab/down", "500 Internal Server Error")
-    check_error("lab/cut")
+    check_error("lab/cut", "peer closed connection")
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # and nobody listens
         use_hub(f"http://127.0.0.1:{bound.getsockname()[1]}", monkeypatch)
@@ -182,7 +177,7 @@ def test_downloads(hub, monkeypatch):
         check_error("lab/other", "Connection refused")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find("lab/good") == MODEL.decode()
-    check_error("lab/other", "offline mode is enabled")
+    check_error("lab/other", "set 'HF_HUB_OFFLINE=0'")
 
 
 def test_repository_of_another_library(hub, monkeypatch):
@@ -191,40 +186,33 @@ def test_repository_of_another_library(hub, monkeypatch):
     No other file is downloaded.
     """
     name = "dqn-BreakoutNoFrameskip-v4"
-    files = [f"{name}.zip", f"{name}/policy.pth", f"{name}/data", "train_eval_metrics.zip", "args.yml", "replay.mp4"]
+    files = [f"{name}.zip", f"{name}/policy.pth", f"{name}/a.zip", "train_eval_metrics.zip", "args.yml", "replay.mp4"]
     hub.files |= {f"sb3/{name}": {file: file.encode() for file in files}, "lab/two": {"b.zip": b"", "a.zip": b""}}
     for script, exp_name in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax")):
         assert find(f"sb3/{name}", script, exp_name) == f"{name}.zip"
-    check_error("lab/two", "choose with --teacher-model-exp-name (enjoy: --exp-name) from a.zip, b.zip; ")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find(f"sb3/{name}") == f"{name}.zip"
     assert {path.name for path in Path("cache").rglob("snapshots/*/*")} == {f"{name}.zip"}
 
 
-def test_no_file_and_no_name_of_a_repository(monkeypatch):
-    """The hub is not asked, and the line has the absolute path."""
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
-    places = ["/no/model", "./x", "../x", "~no-such-user/x", "no/such/directory", "a--b/c", "a.zip", "lab/b.zip"]
-    places += ["x" * 200, "two words", "two\nlines", "lab/\udcff", "https://hub.invalid/datasets/lab/good"]
-    for repo in places:
-        check_error(repo, NOWHERE)
+def test_repository_without_the_model(hub):
+    hub.files |= {"lab/two": {"b.zip": b"", "a.zip": b""}, "lab/none": {"README.md": b""}}
+    check_error("lab/two", "choose with --teacher-model-exp-name (enjoy: --exp-name) from a.zip, b.zip; ")
+    check_error("lab/none", "it has no file dqn_atari.cleanrl_model or dqn_atari.zip; ")
 
 
-def test_address_of_a_page(hub):
-    """The address of a repository or of a file, as a browser shows it, stands for them."""
-    hub.files["lab/two"] = {"b.zip": b"b", "dqn_atari.zip": b"a"}
-    for address in ("", "/", "/tree/main", "?library=cleanrl", "/blob/main/dqn_atari.zip"):
-        assert find(f"https://hub.invalid/lab/two{address}") == "a"
-    assert find("https://hub.invalid/lab/two/blob/main/b.zip") == "b"
-    with pytest.raises(UserError, match=r"^no model can be loaded from the hub repository 'lab/missing': 404"):
-        find("https://hub.invalid/lab/missing")
-    with pytest.raises(UserError, match=NOWHERE):
-        find("https://hub.invalid/lab/two/blob/v2/b.zip")
+def test_no_file_and_no_name_of_a_repository(hub):
+    """The error has the absolute path."""
+    for repo in ("/no/model", "./x", "../x", "~no-such-user/x", "no/such/directory", "a--b/c", "x" * 200):
+        check_error(repo)
+    for repo in ("two words", "two\nlines", "lab/\udcff"):
+        check_error(repo, "Repo id must use alphanumeric chars")
+    check_error(f"{hub.url}/lab/good", "Repo id must be in the form 'repo_name' or 'namespace/repo_name'")
 
 
 @pytest.mark.parametrize("setting", ["ALL_PROXY=socks5://127.0.0.1:9", "ALL_PROXY=socks://a:9", "SSL_CERT_FILE=/none"])
 def test_broken_network_settings(setting, hub, monkeypatch, tmp_path):
-    """They do not matter to a local teacher, because no client is built, and are one line otherwise."""
+    """They do not matter to a local teacher, and are one line otherwise."""
     monkeypatch.setenv(*setting.split("="))
     monkeypatch.delenv("NO_PROXY")
     use_hub("https://hub.invalid", monkeypatch)
@@ -339,13 +327,6 @@ def test_command_of_a_failed_upload_uploads(upload, hub, tmp_path, monkeypatch):
     assert repo == "lab/ALE-Pong-v5-test_hub-seed3"
     assert files.pop("README.md")
     assert files == UPLOADED
-
-
-@pytest.mark.parametrize("part", ["/repos/create", "/preupload/", "/commit/"])
-def test_upload_to_a_hub_that_hangs(part, upload, hub, monkeypatch):
-    monkeypatch.setattr("cleanrl_utils.hub.REQUEST_TIMEOUT", 0.3)
-    hub.hangs_at = part
-    check_failure(upload(), "(timed out)")
 
 
 def test_impossible_upload_is_refused_before_the_training(upload, monkeypatch):

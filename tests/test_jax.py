@@ -19,12 +19,14 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
+from flax.traverse_util import flatten_dict
 from helpers import (
     REPO,
     SmallFlaxNetwork,
     SmallNetwork,
     dqn_jax_losses,
     dqn_losses,
+    flax_params,
     float64,
     qdagger_jax_losses,
     qdagger_losses,
@@ -38,7 +40,7 @@ from helpers import (
 )  # fmt: skip
 
 from cleanrl_utils.max_pool import max_pool
-from cleanrl_utils.models import flax_to_torch, torch_to_flax
+from cleanrl_utils.models import flax_to_torch
 
 A = 6
 Params = qdagger_jax.Params
@@ -57,12 +59,12 @@ every_network = pytest.mark.parametrize(
 def to_jax(network: torch.nn.Module) -> Params:
     """Convert the weights of a network, in copies, since JAX may share an array's memory."""
     weights = {key: value.numpy().copy() for key, value in network.state_dict().items()}
-    return jax.tree.map(jnp.array, torch_to_flax(weights))
+    return jax.tree.map(jnp.array, flax_params(weights))
 
 
 def to_torch(params: Params) -> dict[str, np.ndarray]:
     """Convert parameters, or gradients of their form, to the names and layout of PyTorch."""
-    return flax_to_torch(jax.tree.map(np.asarray, params))
+    return flax_to_torch(flatten_dict(jax.tree.map(np.asarray, params), sep="/"))
 
 
 def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:

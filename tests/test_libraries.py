@@ -11,8 +11,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-import tyro
-from helpers import REPO, qdagger_jax_losses, qdagger_losses, random_batch
+from helpers import REPO, flax_params, qdagger_jax_losses, qdagger_losses, random_batch
 from sb3_contrib import QRDQN
 from stable_baselines3 import A2C, DQN, PPO
 from test_teachers import load_q_function, random_weights, sb3_zip, torch_bytes
@@ -20,8 +19,7 @@ from test_update import log_softmax, nature
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.atari import AtariEnvs
-from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, read_model, torch_to_flax
+from cleanrl_utils.models import read_model
 
 PONG = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model"
 SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 5
@@ -99,18 +97,6 @@ def test_outputs(script: Any, saved: SimpleNamespace, observations: np.ndarray) 
     np.testing.assert_array_equal(q_function(observations).argmax(axis=1), actions)
 
 
-@pytest.mark.parametrize("saved", ["DQN", "QR-DQN", "PPO"], indirect=True)
-def test_conversion(saved: SimpleNamespace, observations: np.ndarray, tmp_path: Path) -> None:
-    """Both scripts read both formats of the command, with the outputs of the library's file."""
-    for name in ("torch", "flax"):
-        assert tyro.cli(convert, args=[str(saved.path), str(tmp_path / name), "--format", name]) == name
-        for script in SCRIPTS:
-            expected, is_policy = load_q_function(script, saved.path, 0.3)
-            found, found_is_policy = load_q_function(script, tmp_path / name, 0.3)
-            assert found_is_policy == is_policy
-            np.testing.assert_array_equal(found(observations[:9]), expected(observations[:9]))
-
-
 @pytest.mark.parametrize("saved", ["DQN", "PPO"], indirect=True)
 def test_enjoy(saved: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     """In both scripts, the file of a DQN plays the episodes of the embedded teacher; that of a policy wins at Pong."""
@@ -128,7 +114,7 @@ def test_enjoy(saved: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
 def cleanrl_file(kind: str, weights: dict[str, np.ndarray]) -> bytes:
     """Return a file as a script of CleanRL writes it."""
     args = {"exp_name": kind, "track": False, "wandb_entity": None, "v_min": -1, "v_max": 0.5, "n_atoms": ATOMS}
-    params = torch_to_flax(weights)
+    params = flax_params(weights)
     if kind == "dqn_atari":
         return torch_bytes(weights)
     if kind == "c51_atari":
@@ -150,8 +136,6 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
     expected = nature({key: value.astype(float) for key, value in weights.items()}, batch["observation"])
     if c51:
         expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-1, 0.5, ATOMS)
-        with pytest.raises(UserError, match="C51 has return distributions"):
-            convert(path, tmp_path / "new")
     rounded = load_q_function(script, path, bf16=True)[0](batch["observation"])
     assert rounded.dtype == np.float32
     np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02)

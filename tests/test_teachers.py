@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -24,14 +23,14 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import NUM_ACTIONS, SmallFlaxNetwork, SmallNetwork, tiny
+from helpers import NUM_ACTIONS, SmallFlaxNetwork, SmallNetwork, flax_params, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_update import impala, nature
 
-from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import convert, flax_to_torch, model_errors, read_model, torch_to_flax
+from cleanrl_utils.hub import find_model
+from cleanrl_utils.models import flax_to_torch, model_errors, read_model, torch_to_flax
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = (qdagger, qdagger_jax)
@@ -103,9 +102,9 @@ def load_q_function(script, path, temperature=1.0, bf16=False, num_actions=6):
     """Return the Q-function of a file, as the script computes it, and whether it is a policy."""
     if hasattr(script, "jax"):
         dtype = jnp.bfloat16 if bf16 else jnp.float32
-        network, params, is_policy = script.load_model(path, num_actions, temperature, dtype)
+        network, params, is_policy = script.load_model(str(path), "", num_actions, temperature, dtype)
         return lambda observations: np.asarray(jax.jit(network.apply)(params, observations)), is_policy
-    network, is_policy = script.load_model(path, num_actions, temperature)
+    network, is_policy = script.load_model(str(path), "", num_actions, temperature)
 
     @torch.inference_mode()
     def q_function(observations):
@@ -147,7 +146,6 @@ def test_conversion_has_an_inverse(architecture, widths, num_actions):
     assert list(back) == list(weights)
     for key, value in weights.items():
         np.testing.assert_array_equal(back[key], value)
-        assert back[key].flags.c_contiguous
 
 
 def test_embedded_teachers_are_one():
@@ -155,29 +153,13 @@ def test_embedded_teachers_are_one():
     weights = []
     for script, name, *dtype in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax", jnp.float32)):
         directory = ROOT / "teachers" / f"PongNoFrameskip-v4-{name}-seed1"
-        assert script.load_teacher(str(directory), name, 6, 1.0, *dtype)
+        assert script.load_model(str(directory), name, 6, 1.0, *dtype)
         weights.append(read(directory / f"{name}.cleanrl_model"))
     assert weights[0].keys() == weights[1].keys()
     assert all(np.array_equal(weights[0][key], weights[1][key]) for key in weights[0])
     dqn_atari.QNetwork(6).load_state_dict({key: torch.from_numpy(value) for key, value in weights[0].items()})
     params = jax.eval_shape(dqn_atari_jax.QNetwork(6).init, jax.random.PRNGKey(0), np.zeros((1, 4, 84, 84), np.uint8))
-    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, torch_to_flax(weights[0]))
-
-
-def test_convert_command(tmp_path):
-    """Each format becomes the other one, and the way back gives the same weights."""
-    weights, names = random_weights("nature"), ("torch", "new/flax", "back")
-    (tmp_path / "torch").write_bytes(torch_bytes(weights))
-    for source, target, text in zip(names, names[1:], ("flax", "torch"), strict=False):
-        command = [sys.executable, "-m", "cleanrl_utils.models", source, target]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        assert result.stdout == f"written in the {text} format\n", result.stderr
-    params = flax.serialization.msgpack_restore((tmp_path / "new" / "flax").read_bytes())
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, torch_to_flax(weights)))
-    back = torch.load(tmp_path / "back", weights_only=True)
-    assert list(back) == list(weights)
-    assert all(np.array_equal(back[key], value) for key, value in weights.items())
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, flax_params(weights[0]))
 
 
 def quantiles(number):
@@ -185,25 +167,9 @@ def quantiles(number):
     return {f"quantile_net.quantile_net.0.{part}": np.zeros(number) for part in ("weight", "bias")}
 
 
-def test_convert_refuses(tmp_path):
-    model, exists, new = tmp_path / "model", tmp_path / "exists", tmp_path / "exists" / "new"
-    exists.write_text("hello")
-    for data, target, message in (
-        (torch_bytes(WEIGHTS), exists, f"{exists}' exists"),
-        (torch_bytes(WEIGHTS), new, f"{new}' cannot be written"),
-        (torch_bytes({}), tmp_path / "empty", "it has no weights"),
-        (torch_bytes(quantiles(300)), tmp_path / "empty", f"'quantile_net.quantile_net.0' {FOREIGN_LAYER}"),
-        (msgpack.packb({"params": {}}), tmp_path / "empty", "it has no weights"),
-    ):
-        model.write_bytes(data)
-        with pytest.raises(UserError, match=message):
-            convert(model, target)
-    assert exists.read_text() == "hello"
-
-
 def formats(weights):
     """Return the same weights in every format that is read."""
-    params, flags = torch_to_flax(weights), {"env_id": "PongNoFrameskip-v4", "seed": 1, "track": False, "tag": None}
+    params, flags = flax_params(weights), {"env_id": "PongNoFrameskip-v4", "seed": 1, "track": False, "tag": None}
     float64 = {key: value.astype(np.float64) for key, value in weights.items()}
     files = {
         "torch": torch_bytes(weights),
@@ -214,7 +180,7 @@ def formats(weights):
         "torch.compile of a part": torch_bytes(
             {key.replace("network.", "network._orig_mod."): x for key, x in weights.items()}
         ),
-        "flax, float64": flax_bytes(torch_to_flax(float64)),
+        "flax, float64": flax_bytes(flax_params(float64)),
     }
     if "network.9.bias" in weights:  # the layers of a CnnPolicy
         in_part = {key.replace("q_net.", "q_net._orig_mod.", 1): x for key, x in sb3_names(weights).items()}
@@ -225,17 +191,17 @@ def formats(weights):
 @pytest.mark.parametrize("architecture", WIDTHS)
 def test_every_format_is_read(architecture, tmp_path):
     weights = random_weights(architecture)
-    params, path = flatten_dict(torch_to_flax(weights)), tmp_path / "any name"
+    params, path = torch_to_flax(weights), tmp_path / "any name"
     student = architecture == "impala"
     for data in formats(weights).values():
         path.write_bytes(data)
-        network, _ = qdagger.load_model(path, 6, 0.5)
+        network, _ = qdagger.load_model(str(path), "", 6, 0.5)
         assert type(network) is (qdagger.QNetwork if student else qdagger.TeacherNetwork)
         assert {value.dtype for value in network.parameters()} == {torch.float32}
         assert all(np.array_equal(value, weights[key]) for key, value in network.state_dict().items())
-        network, variables, _ = qdagger_jax.load_model(path, 6, 0.5)
+        network, variables, _ = qdagger_jax.load_model(str(path), "", 6, 0.5)
         assert type(network) is (qdagger_jax.QNetwork if student else qdagger_jax.TeacherNetwork)
-        assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables).items())
+        assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables, sep="/").items())
 
 
 # ==================== the network of a changed script ====================
@@ -298,7 +264,7 @@ def test_own_network(kind, tmp_path, monkeypatch):
     for script, other in (SCRIPTS, SCRIPTS[::-1]):
         expected = save_own_network(script, tmp_path / "own", 6)(observations)
         assert np.ptp(expected) > 0.01
-        network, *_, is_policy = script.load_model(tmp_path / "own", 6, 0.1)
+        network, *_, is_policy = script.load_model(str(tmp_path / "own"), "", 6, 0.1)
         assert type(network) is script.QNetwork
         assert not is_policy
         np.testing.assert_allclose(load_q_function(script, tmp_path / "own")[0](observations), expected, atol=1e-5)
@@ -306,9 +272,9 @@ def test_own_network(kind, tmp_path, monkeypatch):
             np.testing.assert_allclose(load_q_function(other, tmp_path / "own")[0](observations), expected, atol=1e-5)
         else:
             with pytest.raises(UserError, match="can't be converted between"):
-                other.load_model(tmp_path / "own", 6, 0.1)
+                other.load_model(str(tmp_path / "own"), "", 6, 0.1)
         (tmp_path / "published").write_bytes(torch_bytes(WEIGHTS))
-        assert type(script.load_model(tmp_path / "published", 6, 0.1)[0]) is script.TeacherNetwork
+        assert type(script.load_model(str(tmp_path / "published"), "", 6, 0.1)[0]) is script.TeacherNetwork
 
 
 def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
@@ -322,7 +288,7 @@ def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
     (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(state))
     qdagger.main(tiny(directory))
     (student,) = Path("runs").glob("*/*-offline-4.cleanrl_model")
-    assert type(qdagger.load_model(student, NUM_ACTIONS, 0.1)[0]) is Dueling
+    assert type(qdagger.load_model(str(student), "", NUM_ACTIONS, 0.1)[0]) is Dueling
 
 
 # ==================== files that cannot be used ====================
@@ -349,7 +315,7 @@ def check_unusable(folder, data, *messages):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(qdagger_jax, "QNetwork", SmallFlaxNetwork)
             with pytest.raises(UserError) as caught:
-                script.load_model(path, 6, 1.0)
+                script.load_model(str(path), "", 6, 1.0)
         text = str(caught.value)
         assert text.startswith(f"{str(path)!r} is not a usable model: ")
         assert message in text
@@ -382,11 +348,8 @@ TORCH_STATES = {
     "a student": (random_weights("impala", 18), "of QNetwork: ", "it lacks ['params/Conv_0/"),
     "integers": (changed(_9_bias=np.zeros(6, np.int32)), "'network.9.bias' is int32, not floating-point", "is int32"),
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values", "holds NaN or infinite"),
-    "too large for float32": (changed(_9_bias=np.full(6, 1e300)), "holds NaN or infinite values"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
-    "a repeated element": (changed(_9_bias=torch.zeros(1).expand(10**12)), "more elements than the file has bytes"),
-    "a thousand views": (dict.fromkeys(map(str, range(1000)), torch.zeros(1000)), "more elements than the file has"),
 }
 
 
@@ -397,7 +360,7 @@ def test_torch_file_of_another_network(case, tmp_path):
 
 
 def test_flax_file_of_another_network(tmp_path):
-    params = torch_to_flax(WEIGHTS)["params"]
+    params = flax_params(WEIGHTS)["params"]
     for changes, *messages in (
         ({"kernel": np.zeros((3135, 512))}, "cannot reshape array", "has the shape (3135, 512) instead of (3136, 512)"),
         ({"kernel": np.zeros((3136, 1, 512))}, f"'params/Dense_0' {FOREIGN_LAYER}", "has the shape (3136, 1, 512)"),
@@ -439,31 +402,22 @@ def test_policies_of_another_network(tmp_path):
         check_unusable(tmp_path, sb3_zip(state), *messages)
 
 
-def test_zip_archives(tmp_path, monkeypatch):
-    """Damaged, nested and hostile ones are refused, and those that unpack to more than a model may have."""
+def test_zip_archives(tmp_path):
+    """Damaged, nested and hostile ones are refused."""
     data, foreign = torch_bytes(SMALL), "neither stable-baselines3 nor a state dict"
-    monkeypatch.setattr(models, "MAX_BYTES", 10**6)
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        files = {name: archive.read(name) for name in archive.namelist()}
-    bomb = zip_bytes(files | {"archive/zeros": bytes(10**6)}, zipfile.ZIP_DEFLATED)
-    assert torch.load(io.BytesIO(bomb), weights_only=True).keys() == SMALL.keys()
-    lie = zip_bytes({"x/data.pkl": bytes(10**6)}, zipfile.ZIP_DEFLATED).replace(
-        (10**6).to_bytes(4, "little"), b"\0\1\0\0"
-    )
-    many, rebuild, int32 = torch.zeros(1000), torch._utils._rebuild_tensor_v2, torch.ones(1, dtype=torch.int32)
+    many, rebuild = torch.zeros(1000), torch._utils._rebuild_tensor_v2
+    storage = many._typed_storage()
     for content, *messages in (
         (b"PK\x03\x04" + bytes(50), "File is not a zip file"),
         (data[:-29] + data[-21:], ""),
         (zip_bytes({"data": b"{}"}), foreign),
         (sb3_zip(sb3_zip(SMALL)), foreign),
         (sb3_zip(data[:-9]), ""),
-        (lie, "Bad CRC-32"),
-        (bomb, "its zip archive unpacks to more than 1,000,000 bytes"),
-        (sb3_zip(bomb), "its zip archive unpacks to more than 1,000,000 bytes"),
         (sb3_zip({"x.weight": Hostile(bytearray, 9)}), "bytearray'; save a state_dict"),
         (torch_bytes({str(i): many[i : i + 1] for i in range(100)}), "and has ['0', '1']", "'' can't be converted"),
-        (torch_bytes({"x": Hostile(rebuild, torch.zeros(1).expand(99), 0, (99,), (1,))}), "too many values to unpack"),
-        (torch_bytes({"x": Hostile(rebuild, many._typed_storage(), 0, int32, (1,))}), "a tensor has an invalid shape"),
+        (torch_bytes({"x": Hostile(rebuild, many[:1], 0, (1,), (1,))}), "not enough values to unpack"),
+        (torch_bytes({"x": Hostile(rebuild, storage, 1, (1000,), (1,))}), "index 1000 is out of bounds"),
+        (torch_bytes({"x": Hostile(rebuild, storage, 0, (9,), (2**61,))}), "is out of bounds"),
     ):
         check_unusable(tmp_path, content, *messages)
 
@@ -519,14 +473,6 @@ def test_any_msgpack(tmp_path_factory, tree):
     check_unusable(tmp_path_factory.getbasetemp(), msgpack.packb(tree), "")
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_unreadable_path(script, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for name, message in (("none", "there is no such file"), ("", "it is not a file"), ("pipe", "it is not a file")):
-        with pytest.raises(UserError, match=f"{tmp_path / name}' is not a usable model: {message}"):
-            script.load_model(tmp_path / name, 6, 1.0)
-
-
 def test_torch_files_without_torch(tmp_path, monkeypatch):
     for data in (torch_bytes(WEIGHTS), sb3_zip(WEIGHTS | {"action_net.bias": BIAS})):
         (tmp_path / "model").write_bytes(data)
@@ -538,51 +484,48 @@ def test_torch_files_without_torch(tmp_path, monkeypatch):
 # ==================== directories and repositories ====================
 
 
-def load_teacher(script, repo, exp_name="dqn_atari"):
-    return script.load_teacher(repo, exp_name, 6, 1.0, *([jnp.float32] if script is qdagger_jax else []))
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_directory_wins_over_a_repository(script, tmp_path, monkeypatch):
-    """test_hub.py has the errors of a real client."""
+def test_a_path_wins_over_a_repository(script, tmp_path, monkeypatch):
+    """test_hub.py has downloads."""
     directory = tmp_path / "lab" / "local"
     directory.mkdir(parents=True)
     (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(WEIGHTS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(script, "find_hub_model", lambda repo, _: (repo, "dqn_atari.cleanrl_model"))
-    monkeypatch.setattr(script, "hf_hub_download", lambda repo, file: {"lab/remote": directory}[repo] / file)
-    for repo in (str(directory), "lab/local", "~/lab/local", "lab/local/dqn_atari.cleanrl_model", "lab/remote"):
-        assert load_teacher(script, repo)
-    with pytest.raises(UserError, match=r"no model can be loaded from the hub repository 'lab/other': 'lab/other'; "):
-        load_teacher(script, "lab/other")
+    monkeypatch.setattr(script, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    for repo in (str(directory), "lab/local", "~/lab/local", "lab/local/dqn_atari.cleanrl_model"):
+        assert script.load_model(repo, "dqn_atari", 6, 1.0)
 
 
 @pytest.mark.parametrize(
     ("files", "exp_name", "found"),
     [
-        ("dqn_atari.cleanrl_model dqn_atari.zip pong.zip", "dqn_atari", "dqn_atari.cleanrl_model"),
-        ("dqn_atari.zip pong.zip", "dqn_atari", "dqn_atari.zip"),
-        ("a.zip other.cleanrl_model pong.zip", "dqn_atari_jax", "pong.zip"),
+        ("dqn_atari.cleanrl_model dqn_atari.zip a.zip", "dqn_atari", "dqn_atari.cleanrl_model"),
+        ("dqn_atari.zip a.zip", "dqn_atari", "dqn_atari.zip"),
         ("dqn_atari.cleanrl_model train_eval_metrics.zip args.yml", "dqn_atari_jax", "dqn_atari.cleanrl_model"),
-        ("a.zip b.zip pong.zip", "b", "b.zip"),
-        ("a.zip b.zip pong.zip", "a.zip", "a.zip"),
-        ("a.zip", "b", "no file b.cleanrl_model or b.zip; choose with --teacher-model-exp-name .* from a.zip; "),
-        ("b.cleanrl_model a.zip x.txt", "dqn_atari", "--exp-name. from a.zip, b.cleanrl_model; "),
-        ("train_eval_metrics.zip x.txt", "dqn_atari", "or dqn_atari.zip; give another file, directory or"),
+        ("a.zip b.zip", "b", "b.zip"),
+        ("a.zip b.zip", "a.zip", "a.zip"),
+        ("a.zip", "b", "no file b.cleanrl_model or b.zip; choose with --teacher-model-exp-name .* from a.zip$"),
+        ("b.cleanrl_model a.zip x.txt", "dqn_atari", "--exp-name. from a.zip, b.cleanrl_model$"),
+        ("train_eval_metrics.zip x.txt", "dqn_atari", "or dqn_atari.zip$"),
     ],
 )
-def test_the_model_of_a_directory(files, exp_name, found, tmp_path, monkeypatch):
+def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
     """The default name need not exist; of several models one is named. A pipe is not a model."""
-    directory = tmp_path / "pong"
-    directory.mkdir()
-    os.mkfifo(directory / "dqn_atari_jax.zip")
+    os.mkfifo(tmp_path / "dqn_atari_jax.zip")
     for name in files.split():
-        (directory / name).touch()
-    for script in SCRIPTS:
-        monkeypatch.setattr(script, "load_model", lambda path, *_: path.name)
-        if found in files:
-            assert load_teacher(script, str(directory), exp_name) == found
-        else:
-            with pytest.raises(UserError, match=found):
-                load_teacher(script, str(directory), exp_name)
+        (tmp_path / name).touch()
+    if found in files:
+        assert find_model(tmp_path, exp_name) == tmp_path / found
+    else:
+        with pytest.raises(FileNotFoundError, match=found):
+            find_model(tmp_path, exp_name)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_path_without_a_model(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    for repo in (str(tmp_path), "~", "~/pipe"):
+        with pytest.raises(UserError, match=f"^no model can be loaded from '{repo}': it has no file dqn_atari.cleanrl"):
+            script.load_model(repo, "dqn_atari", 6, 1.0)
