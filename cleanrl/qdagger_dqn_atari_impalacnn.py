@@ -31,7 +31,7 @@ from cleanrl_utils.device import cuda_graph, set_up_torch, upload
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import MODEL_FILES, repo_errors, find_model, upload_model
+from cleanrl_utils.hub import MODEL_FILES, find_model, repo_errors, upload_model
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import progress_bar, start_logging
