@@ -31,7 +31,16 @@ SIZES = "--num-envs 2 --teacher-steps 60 --offline-steps 4 --offline-eval-freque
 SIZES += "--buffer-size 60 --learning-starts 20 --train-frequency 8 --batch-size 2 "
 SIZES += "--teacher-eval-episodes 1 --eval-episodes 2 --end-e 0.2 "
 CHANGES = {  # the script, and lines of it with their replacements
-    "PyTorch": (qdagger, {"c0, c1, c2, hidden = 16, 32, 32, 256": "c0, c1, c2, hidden = 8, 16, 24, 512"}),
+    "PyTorch": (
+        qdagger,
+        {
+            "ConvSequence(4, 16)": "ConvSequence(4, 8)",
+            "ConvSequence(16, 32)": "ConvSequence(8, 16)",
+            "ConvSequence(32, 32)": "ConvSequence(16, 24)",
+            "nn.Linear(32 * 11 * 11, 256)": "nn.Linear(24 * 11 * 11, 512)",
+            "nn.Linear(256, num_actions)": "nn.Linear(512, num_actions)",
+        },
+    ),
     "JAX": (qdagger_jax, {"for channels in (16, 32, 32):": "for channels in (8, 16, 24):", "Dense(256,": "Dense(512,"}),
 }
 
