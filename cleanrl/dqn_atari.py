@@ -24,7 +24,7 @@ import torch.nn as nn
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import cuda_graph, set_up_torch, upload
+from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
@@ -140,14 +140,14 @@ def save_model(network: nn.Module, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
 
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8 (L, N)
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
     terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, from which no action was taken
+    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no reward
 
 
 class Batch(NamedTuple):
@@ -167,7 +167,7 @@ class Replay:
     def __init__(self, size: int, args: Args, device: torch.device):
         self.length = size // args.num_envs
         self.n_step = args.n_step
-        self.steps_added = 0
+        self.steps_added = 0  # of each environment
         self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, args.num_envs)
         self.ring = Ring(
@@ -187,11 +187,11 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,
+            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
         )
         slot = self.steps_added % self.length
         for array, value in zip(self.ring, step, strict=True):
-            array[slot].copy_(upload(value, array.device), non_blocking=True)
+            array[slot].copy_(to_device(value, array.device), non_blocking=True)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
 
@@ -203,7 +203,7 @@ class Replay:
     @property
     def window(self) -> tuple[int, int]:
         """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
         return low, max(low, self.steps_added - self.n_step)
 
 
@@ -229,23 +229,22 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
     n_step_return = torch.zeros_like(t, dtype=torch.float32)
-    discount = torch.ones_like(n_step_return)
     m = torch.zeros_like(t)  # rewards in the return
     running = torch.ones_like(t, dtype=torch.bool)
+    terminated = torch.zeros_like(running)
     for k in range(n_step):
         slot = (t + k) % length
-        running = running & ring.valid[slot, env]
+        running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
-        discount = discount * torch.where(running, gamma * ~ring.terminated[slot, env], 1.0)
         m = m + running
-        running = running & ~ring.terminated[slot, env]
+        terminated = terminated | running & ring.terminated[slot, env]
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
-        action=ring.action[slot, env].long(),
+        action=ring.action[slot, env].long(),  # as gather needs it
         n_step_return=n_step_return,
         bootstrap_observation=stack_frames(ring, t + m, env),
-        bootstrap_discount=discount,
+        bootstrap_discount=gamma**m * ~terminated,
         valid=ring.valid[slot, env],
     )
 
@@ -253,16 +252,16 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
 def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
-    ago = torch.arange(3, -1, -1, device=t.device)
+    ago = torch.arange(3, -1, -1, device=t.device)  # steps, oldest frame first
     in_episode = ring.age[t % length, env][:, None] >= ago
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
-    """The loss and the Q-values in it."""
+    """The loss and the mean Q-value in it."""
 
     td_loss: torch.Tensor
-    q_values: torch.Tensor  # float32 (B,), of the actions taken
+    q_values: torch.Tensor  # the mean over the batch, of the actions taken
 
 
 @torch.no_grad()
@@ -274,14 +273,14 @@ def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
 def dqn_loss(q_network: nn.Module, y: torch.Tensor, batch: Batch) -> Losses:
     """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
     q_of_action = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
-    return Losses(torch.mean((q_of_action - y) ** 2 * batch.valid), q_of_action)
+    return Losses(torch.mean((q_of_action - y) ** 2 * batch.valid), q_of_action.mean())
 
 
 def make_update(
     q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
     generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network."""
+    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph, which needs a fixed ring."""
     loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
     def update(low: int, high: int) -> Losses:
@@ -295,7 +294,7 @@ def make_update(
         optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    return update
+    return cuda_graph(update, generator, args.cuda_graph and ring.frame.is_cuda)
 
 
 @torch.no_grad()
@@ -327,7 +326,7 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    args = check_args(args)
+    args = check_args(args)  # fewer environments, if a buffer or the run is too small
     device, bf16 = set_up_torch(args.cuda, args.bf16)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -337,15 +336,16 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    check_memory(args, Replay(args.num_envs, args, device).ring, device)  # with a ring of one step
+    one_step = Replay(args.num_envs, args, device)
+    check_memory(args, one_step, device)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
-    on_gpu = device.type == "cuda"
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
-    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=on_gpu)
+    capturable = device.type == "cuda"
+    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
     checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir
+    run_dir = checkpoint.run_dir  # runs/{run_name}, a new one or that of --resume
     writer = start_logging(args, run_dir)
     parts = {
         "q_network": q_network,
@@ -355,7 +355,8 @@ def main(args: Args) -> None:
         "rng": rng,
         "writer": writer,
     }
-    progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
+    progress = checkpoint.restore(Progress(), parts)  # in a new run, both stay as they are
+    checkpoint.handle_signals()
 
     @torch.no_grad()
     def q_values_of(observation: torch.Tensor) -> torch.Tensor:
@@ -366,22 +367,19 @@ def main(args: Args) -> None:
     if progress.step < args.total_timesteps:
         replay = Replay(args.buffer_size, args, device)
         if progress.step > 0:
-            checkpoint.restore_replay(replay)
-            replay.truncate_episodes()
+            checkpoint.restore_replay(replay)  # and truncates its episodes
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-        if args.cuda_graph and on_gpu:
-            update = cuda_graph(update, generator)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        observation = upload(envs.reset((args.seed, progress.step)), device)
+        observation = to_device(envs.reset((args.seed, progress.step)), device)
         steps = range(progress.step, args.total_timesteps, args.num_envs)
-        bar = progress_bar("training", steps)
+        bar = progress_bar("training", steps, "step")
         start_time = time.perf_counter()
         for global_step in bar:
             next_step = global_step + args.num_envs
             q_values = q_values_of(observation).cpu().numpy()
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values, epsilon, rng))
+            action = envs.send(epsilon_greedy(q_values, epsilon, rng))  # the actions taken: FIRE starts a life
 
             # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
             low, high = replay.window
@@ -393,7 +391,7 @@ def main(args: Args) -> None:
 
             result = envs.recv()
             replay.add(observation, action, result)
-            observation = upload(result.observation, device)
+            observation = to_device(result.observation, device)
 
             progress.step = next_step
             if times_due(global_step, next_step, LOG_EVERY):
@@ -402,7 +400,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
             for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
@@ -411,7 +409,6 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts, replay)
-        del replay, update  # frees their memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================
@@ -423,13 +420,13 @@ def main(args: Args) -> None:
     action_rng = np.random.default_rng(args.seed + 1000)
 
     def act(observation: np.ndarray) -> np.ndarray:
-        q_values = q_values_of(upload(observation, device)).cpu().numpy()
+        q_values = q_values_of(to_device(observation, device)).cpu().numpy()
         return epsilon_greedy(q_values, args.end_e, action_rng)
 
-    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told)
+    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_signalled)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

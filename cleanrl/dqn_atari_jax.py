@@ -141,14 +141,14 @@ def save_model(params: Params, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
 
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8 (L, N)
     reward: jax.Array  # float32 (L, N), clipped to [−1, 1]
     terminated: jax.Array  # bool (L, N), a life was lost or the episode ended
     age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool (L, N), False for the final observation of an episode, from which no action was taken
+    valid: jax.Array  # bool (L, N), False for the final observation of an episode, which has no reward
 
 
 class Batch(NamedTuple):
@@ -168,16 +168,16 @@ class Replay:
     def __init__(self, size: int, args: Args):
         self.length = size // args.num_envs
         self.n_step = args.n_step
-        self.steps_added = 0
+        self.steps_added = 0  # of each environment
         self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, args.num_envs)
         self.ring = Ring(
-            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
-            action=jnp.zeros(shape, jnp.uint8),
-            reward=jnp.zeros(shape, jnp.float32),
-            terminated=jnp.zeros(shape, bool),
-            age=jnp.zeros(shape, jnp.int32),
-            valid=jnp.zeros(shape, bool),
+            frame=jnp.empty((*shape, 84, 84), jnp.uint8),
+            action=jnp.empty(shape, jnp.uint8),
+            reward=jnp.empty(shape, jnp.float32),
+            terminated=jnp.empty(shape, bool),
+            age=jnp.empty(shape, jnp.int32),
+            valid=jnp.empty(shape, bool),
         )
 
     def add(self, observation: np.ndarray, action: np.ndarray, result: Step) -> None:
@@ -188,7 +188,7 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,
+            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
         )
         self.ring = write_step(self.ring, self.steps_added % self.length, step)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
@@ -203,7 +203,7 @@ class Replay:
     @property
     def window(self) -> tuple[int, int]:
         """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
         return low, max(low, self.steps_added - self.n_step)
 
 
@@ -222,7 +222,7 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     t_key, env_key = jax.random.split(key)
     t = jax.random.randint(t_key, candidates, low, high)
     env = jax.random.randint(env_key, candidates, 0, num_envs)
-    first_valid = ring.valid[t % length, env].argmax(axis=0)[None]
+    first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
     return transitions_at(ring, t, env, n_step, gamma)
@@ -233,23 +233,22 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
     n_step_return = jnp.zeros(t.shape)
-    discount = jnp.ones(t.shape)
     m = jnp.zeros_like(t)  # rewards in the return
     running = jnp.ones(t.shape, bool)
+    terminated = jnp.zeros(t.shape, bool)
     for k in range(n_step):
         slot = (t + k) % length
-        running = running & ring.valid[slot, env]
+        running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
-        discount = discount * jnp.where(running, gamma * ~ring.terminated[slot, env], 1.0)
         m = m + running
-        running = running & ~ring.terminated[slot, env]
+        terminated = terminated | running & ring.terminated[slot, env]
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
         action=ring.action[slot, env],
         n_step_return=n_step_return,
         bootstrap_observation=stack_frames(ring, t + m, env),
-        bootstrap_discount=discount,
+        bootstrap_discount=gamma**m * ~terminated,
         valid=ring.valid[slot, env],
     )
 
@@ -257,34 +256,35 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
 def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
-    ago = jnp.arange(3, -1, -1)
+    ago = jnp.arange(3, -1, -1)  # steps, oldest frame first
     in_episode = ring.age[t % length, env][:, None] >= ago
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
-    """The loss and the Q-values in it."""
+    """The loss and the mean Q-value in it."""
 
     td_loss: jax.Array
-    q_values: jax.Array  # float32 (B,), of the actions taken
+    q_values: jax.Array  # the mean over the batch, of the actions taken
 
 
-def td_target(target_params: Params, batch: Batch, apply: Callable) -> jax.Array:
+def td_target(target_params: Params, q_network: nn.Module, batch: Batch) -> jax.Array:
     """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
-    return batch.n_step_return + batch.bootstrap_discount * apply(target_params, batch.bootstrap_observation).max(1)
+    q_values = q_network.apply(target_params, batch.bootstrap_observation)
+    return batch.n_step_return + batch.bootstrap_discount * q_values.max(axis=1)
 
 
-def dqn_loss(params: Params, y: jax.Array, batch: Batch, apply: Callable) -> tuple[jax.Array, Losses]:
+def dqn_loss(params: Params, q_network: nn.Module, y: jax.Array, batch: Batch) -> tuple[jax.Array, Losses]:
     """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
-    q_values = apply(params, batch.observation)
+    q_values = q_network.apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
     q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
     td_loss = jnp.mean((q_of_action - y) ** 2 * batch.valid)
-    return td_loss, Losses(td_loss, q_of_action)
+    return td_loss, Losses(td_loss, q_of_action.mean())
 
 
 class TrainState(NamedTuple):
-    """The state of learning."""
+    """The state that an update changes."""
 
     params: Params
     target_params: Params
@@ -293,15 +293,15 @@ class TrainState(NamedTuple):
 
 
 def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
-    """Return the compiled function that updates the state."""
+    """Return the compiled function that updates the state. The ring is an argument, since `Replay.add` replaces it."""
     gradient_of = jax.grad(dqn_loss, has_aux=True)
 
     def update(state: TrainState, ring: Ring, low: int, high: int) -> tuple[TrainState, Losses]:
         """Make a gradient step on transitions of steps [low, high)."""
         key, sample_key = jax.random.split(state.key)
         batch = sample(ring, low, high, args.batch_size, sample_key, args.n_step, args.gamma)
-        y = td_target(state.target_params, batch, q_network.apply)
-        gradients, losses = gradient_of(state.params, y, batch, q_network.apply)
+        y = td_target(state.target_params, q_network, batch)
+        gradients, losses = gradient_of(state.params, q_network, y, batch)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
@@ -337,21 +337,23 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    args = check_args(args)
-    dtype = set_up_jax(args.bf16)
+    args = check_args(args)  # fewer environments, if a buffer or the run is too small
+    dtype = set_up_jax(args.bf16)  # of all layers but the last
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    check_memory(args, Replay(args.num_envs, args).ring, jax.devices()[0])  # with a ring of one step
+    one_step = Replay(args.num_envs, args)
+    check_memory(args, one_step, jax.devices()[0])
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
-    state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
+    target_params = jax.tree.map(jnp.copy, params)  # copied, since `update` overwrites its arguments in place
+    state = TrainState(params, target_params, optimizer.init(params), key)
     q_values_of = jax.jit(q_network.apply)
 
     checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir
+    run_dir = checkpoint.run_dir  # runs/{run_name}, a new one or that of --resume
     writer = start_logging(args, run_dir)
 
     def parts() -> dict[str, Any]:
@@ -359,27 +361,27 @@ def main(args: Args) -> None:
         return {"state": state, "rng": rng, "writer": writer}
 
     restored = parts()
-    progress = checkpoint.restore(Progress(), restored)  # unchanged in a new run
+    progress = checkpoint.restore(Progress(), restored)  # in a new run, both stay as they are
     state = restored["state"]
+    checkpoint.handle_signals()
 
     # ==================== training ====================
     if progress.step < args.total_timesteps:
         replay = Replay(args.buffer_size, args)
         if progress.step > 0:
-            checkpoint.restore_replay(replay)
-            replay.truncate_episodes()
+            checkpoint.restore_replay(replay)  # and truncates its episodes
         update = make_update(q_network, optimizer, args)
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = envs.reset((args.seed, progress.step))
         steps = range(progress.step, args.total_timesteps, args.num_envs)
-        bar = progress_bar("training", steps)
+        bar = progress_bar("training", steps, "step")
         start_time = time.perf_counter()
         for global_step in bar:
             next_step = global_step + args.num_envs
             q_values = np.asarray(q_values_of(state.params, observation))
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values, epsilon, rng))
+            action = envs.send(epsilon_greedy(q_values, epsilon, rng))  # the actions taken: FIRE starts a life
 
             # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
             low, high = replay.window
@@ -400,7 +402,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
             for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
@@ -409,7 +411,6 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts(), replay)
-        del replay  # frees its memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================
@@ -424,10 +425,10 @@ def main(args: Args) -> None:
         q_values = np.asarray(q_values_of(state.params, observation))
         return epsilon_greedy(q_values, args.end_e, action_rng)
 
-    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_told)
+    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_signalled)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

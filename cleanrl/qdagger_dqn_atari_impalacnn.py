@@ -22,16 +22,15 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_memory
-from cleanrl_utils.device import cuda_graph, set_up_torch, upload
+from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import MODEL_FILES, find_model, repo_errors, upload_model
+from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import progress_bar, start_logging
@@ -53,7 +52,7 @@ class Args:
     cuda: bool = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: bool = True
-    """if toggled, a GPU runs the updates and the forward passes of a step as CUDA graphs"""
+    """if toggled, a GPU runs the updates, and the forward passes of an online step, as CUDA graphs"""
     compile: bool = False
     """if toggled, the loss is compiled by torch.compile, which takes minutes at the start"""
     bf16: bool = True
@@ -161,8 +160,7 @@ class ResidualBlock(nn.Module):
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.conv0(F.relu(x)), inplace=True)  # in place: no gradient needs the output of conv0
-        return self.conv1(hidden).add_(x)
+        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
 
 
 class ConvSequence(nn.Module):
@@ -228,7 +226,7 @@ class TeacherNetwork(nn.Module):
             return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
-def load_model(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, bool]:
+def load_model(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
     """Load a model of any format from a file, a directory or a hub repository.
 
     Args:
@@ -238,31 +236,26 @@ def load_model(repo: str, exp_name: str, num_actions: int, temperature: float) -
         temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
 
     Returns:
-        The network, and whether it is a policy, which samples its actions.
+        The network, and the temperature at which it samples its actions: 0 if it takes the largest Q-value.
 
     Raises:
         UserError: no model is found, or it is not of a network in this script.
     """
-    with repo_errors(repo):
-        path = Path(repo).expanduser()
-        if not path.exists():
-            path = Path(snapshot_download(repo, **MODEL_FILES))  # or cached, if there is no network
-        path = find_model(path, exp_name)
-
+    path = find_model(repo, exp_name)
     network = QNetwork(num_actions)
     own = network.state_dict()
     is_policy = False
     with model_errors(path):
         weights = read_model(path, "torch", own)
-        if shapes(weights) != shapes(own):
+        if shapes(weights) != shapes(own):  # it is not a QNetwork of this script
             is_policy = "actor.weight" in weights
-            if is_policy:
+            if is_policy:  # a scaled last layer computes scaled logits
                 weights["network.9.weight"] = temperature * weights.pop("actor.weight")
                 weights["network.9.bias"] = temperature * weights.pop("actor.bias")
             network = TeacherNetwork(num_actions, len(weights.get("atoms", ())))
             check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=network.state_dict())
         network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    return network, is_policy
+    return network, temperature if is_policy else 0.0
 
 
 def save_model(network: nn.Module, path: Path) -> None:
@@ -272,14 +265,14 @@ def save_model(network: nn.Module, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
 
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8 (L, N)
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
     terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, from which no action was taken
+    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no reward
     teacher_q_values: torch.Tensor  # float32 (L, N, num_actions), computed once: a step is sampled often
 
 
@@ -301,7 +294,7 @@ class Replay:
     def __init__(self, size: int, num_actions: int, args: Args, device: torch.device):
         self.length = size // args.num_envs
         self.n_step = args.n_step
-        self.steps_added = 0
+        self.steps_added = 0  # of each environment
         self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, args.num_envs)
         self.ring = Ring(
@@ -322,12 +315,12 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,
+            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
             teacher_q_values=teacher_q_values,
         )
         slot = self.steps_added % self.length
         for array, value in zip(self.ring, step, strict=True):
-            array[slot].copy_(upload(value, array.device), non_blocking=True)
+            array[slot].copy_(to_device(value, array.device), non_blocking=True)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
 
@@ -339,7 +332,7 @@ class Replay:
     @property
     def window(self) -> tuple[int, int]:
         """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
         return low, max(low, self.steps_added - self.n_step)
 
 
@@ -349,7 +342,7 @@ def sample(
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
-    # If all 8 are invalid, the sample is a final observation, which has no TD error.
+    # If all 8 are invalid, the sample is a final observation, which has a distillation loss and no TD error.
     candidates = (8, batch_size)
     fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
     t = low + (fraction * (high - low)).long()
@@ -365,23 +358,22 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
     n_step_return = torch.zeros_like(t, dtype=torch.float32)
-    discount = torch.ones_like(n_step_return)
     m = torch.zeros_like(t)  # rewards in the return
     running = torch.ones_like(t, dtype=torch.bool)
+    terminated = torch.zeros_like(running)
     for k in range(n_step):
         slot = (t + k) % length
-        running = running & ring.valid[slot, env]
+        running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
-        discount = discount * torch.where(running, gamma * ~ring.terminated[slot, env], 1.0)
         m = m + running
-        running = running & ~ring.terminated[slot, env]
+        terminated = terminated | running & ring.terminated[slot, env]
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
-        action=ring.action[slot, env].long(),
+        action=ring.action[slot, env].long(),  # as gather needs it
         n_step_return=n_step_return,
         bootstrap_observation=stack_frames(ring, t + m, env),
-        bootstrap_discount=discount,
+        bootstrap_discount=gamma**m * ~terminated,
         teacher_q_values=ring.teacher_q_values[slot, env],
         valid=ring.valid[slot, env],
     )
@@ -390,18 +382,18 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
 def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
-    ago = torch.arange(3, -1, -1, device=t.device)
+    ago = torch.arange(3, -1, -1, device=t.device)  # steps, oldest frame first
     in_episode = ring.age[t % length, env][:, None] >= ago
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
-    """The loss, its terms, and the Q-values in it."""
+    """The loss, its terms, and the mean Q-value in it."""
 
     loss: torch.Tensor
     td_loss: torch.Tensor
     distill_loss: torch.Tensor
-    q_values: torch.Tensor  # float32 (B,), of the actions taken
+    q_values: torch.Tensor  # the mean over the batch, of the actions taken
 
 
 @torch.no_grad()
@@ -422,18 +414,19 @@ def qdagger_loss(
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
     td_loss = torch.mean((q_of_action - y) ** 2 * batch.valid)
-    student = F.log_softmax(q_values / temperature, dim=1)
-    teacher = F.log_softmax(batch.teacher_q_values / temperature, dim=1)
-    distill_loss = torch.mean(torch.sum(torch.exp(teacher) * (teacher - student), dim=1))
+    student_log_policy = F.log_softmax(q_values / temperature, dim=1)
+    teacher_log_policy = F.log_softmax(batch.teacher_q_values / temperature, dim=1)
+    kl = torch.sum(torch.exp(teacher_log_policy) * (teacher_log_policy - student_log_policy), dim=1)
+    distill_loss = torch.mean(kl)
     loss = td_loss + distill_coefficient * distill_loss
-    return Losses(loss, td_loss, distill_loss, q_of_action)
+    return Losses(loss, td_loss, distill_loss, q_of_action.mean())
 
 
 def make_update(
     q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
     generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network."""
+    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph, which needs a fixed ring."""
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
@@ -454,7 +447,7 @@ def make_update(
             optimizer.step()
         return Losses(*(term.detach() for term in losses))
 
-    return update
+    return cuda_graph(update, generator, args.cuda_graph and ring.frame.is_cuda)
 
 
 @torch.no_grad()
@@ -470,19 +463,16 @@ def anneal_distillation(
     """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
 
     λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
-    ``args.distill_coefficient`` before there are 10. If G_T ≤ G_random, it is ``args.distill_coefficient`` while
-    G < G_T, and otherwise 0.
+    ``args.distill_coefficient`` before there are 10.
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
-    full_gap = teacher_return - random_return
-    if full_gap <= 0:
-        return args.distill_coefficient if gap > 0 else 0.0
+    full_gap = max(teacher_return - random_return, 1e-9)  # λ is all or nothing if the teacher is no better than random
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+def linear_schedule(start: float, end: float, duration: float, step: float) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
     if duration <= 0:
         return end
@@ -491,14 +481,13 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
-    # The offline phase anneals to the online rate. Later the rate follows λ, down to the final rate at λ = 0.
-    online_rate = args.online_learning_rate or args.learning_rate
-    final_rate = args.final_learning_rate or online_rate
-    share = distill_coefficient / args.distill_coefficient if args.distill_coefficient > 0 else 1.0
-    rate_at_coefficient = final_rate + (online_rate - final_rate) * share
-    rate = linear_schedule(args.learning_rate, rate_at_coefficient, args.offline_steps, update)
     warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
-    return rate * warmup
+    online_rate = args.online_learning_rate or args.learning_rate
+    if update < args.offline_steps:
+        return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
+    # Online, the rate depends on λ instead of the time: from online_rate at the first λ to final_rate at λ = 0.
+    final_rate = args.final_learning_rate or online_rate
+    return warmup * linear_schedule(final_rate, online_rate, args.distill_coefficient, distill_coefficient)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -521,7 +510,7 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    args = check_args(args)
+    args = check_args(args)  # fewer environments, if a buffer or the run is too small
     device, bf16 = set_up_torch(args.cuda, args.bf16)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -530,26 +519,25 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    name = args.teacher_model_exp_name
-    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
-    teacher, teacher_is_policy = load_model(repo, name, envs.num_actions, args.temperature)
-    teacher_temperature = args.temperature if teacher_is_policy else 0.0  # 0: it takes the largest Q-value
+    teacher_name = args.teacher_model_exp_name
+    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
+    teacher, teacher_temperature = load_model(repo, teacher_name, envs.num_actions, args.temperature)
     teacher.to(device, memory_format=torch.channels_last)
     if bf16 and isinstance(teacher, TeacherNetwork):
-        # Once, since its weights are frozen. A QNetwork keeps float32 weights, which autocast casts.
+        # The teacher's weights never change, so they are cast once instead of in each forward pass.
         teacher.network[:-1].to(torch.bfloat16)
-    check_memory(args, Replay(args.num_envs, envs.num_actions, args, device).ring, device)  # with a ring of one step
+    one_step = Replay(args.num_envs, envs.num_actions, args, device)
+    check_memory(args, one_step, device, UPDATES_PER_CALL)
 
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # here, since load_model draws random weights too
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
-    on_gpu = device.type == "cuda"
-    use_graph = args.cuda_graph and on_gpu
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
-    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=on_gpu)
+    capturable = device.type == "cuda"
+    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
     checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir
+    run_dir = checkpoint.run_dir  # runs/{run_name}, a new one or that of --resume
     writer = start_logging(args, run_dir)
     parts = {
         "q_network": q_network,
@@ -559,31 +547,31 @@ def main(args: Args) -> None:
         "rng": rng,
         "writer": writer,
     }
-    progress = checkpoint.restore(Progress(), parts)  # unchanged in a new run
+    progress = checkpoint.restore(Progress(), parts)  # in a new run, both stay as they are
+    checkpoint.handle_signals()
 
     @torch.no_grad()
     def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
         with autocast:
             return network(observation)
 
-    def evaluate(name: str, network: nn.Module | None, episodes: int, temperature: float = 0.0) -> list[float]:
-        """Play whole episodes by a network's Q-values, or at random without one, and return their returns."""
+    def evaluate(name: str, network: nn.Module, episodes: int, epsilon: float, temperature: float = 0.0) -> list[float]:
+        """Play whole episodes and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
-            if network is None:
-                return action_rng.integers(0, envs.num_actions, len(observation))
-            q_values = q_values_of(network, upload(observation, device)).cpu().numpy()
-            return epsilon_greedy(q_values, args.end_e, action_rng, temperature)
+            q_values = q_values_of(network, to_device(observation, device)).cpu().numpy()
+            return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_told)
+        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_signalled)
 
     # ==================== evaluate teacher and random policy ====================
     # A checkpoint is saved before each evaluation, so that a resumed run repeats an interrupted one.
     if not progress.teacher_returns:
         checkpoint.save(progress, parts)
-        progress.teacher_returns = evaluate("teacher", teacher, args.teacher_eval_episodes, teacher_temperature)
-        progress.random_returns = evaluate("random", None, args.teacher_eval_episodes)
+        episodes = args.teacher_eval_episodes
+        progress.teacher_returns = evaluate("teacher", teacher, episodes, args.end_e, teacher_temperature)
+        progress.random_returns = evaluate("random", teacher, episodes, epsilon=1.0)
         writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
@@ -591,26 +579,26 @@ def main(args: Args) -> None:
     if teacher_return <= random_return:
         print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than the random policy ({random_return:.1f})")
 
+    # The evaluation after the last update marks the end of the offline phase.
     if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
         replay = Replay(args.teacher_steps, envs.num_actions, args, device)
         data_steps = replay.length * args.num_envs
         if progress.teacher_step > 0:
-            checkpoint.restore_replay(replay)
-            replay.truncate_episodes()
+            checkpoint.restore_replay(replay)  # and truncates its episodes
 
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
-            observation = upload(envs.reset((args.seed, progress.teacher_step)), device)
+            observation = to_device(envs.reset((args.seed, progress.teacher_step)), device)
             steps = range(progress.teacher_step, data_steps, args.num_envs)
             start_time = time.perf_counter()
-            for step in progress_bar("teacher data", steps):
+            for step in progress_bar("teacher data", steps, "step"):
                 teacher_q_values = q_values_of(teacher, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
                 action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, teacher_temperature)
-                action = envs.send(action)
+                action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
-                observation = upload(result.observation, device)
+                observation = to_device(result.observation, device)
 
                 progress.teacher_step = step + args.num_envs
                 checkpoint.save_if_due(progress, parts, replay)
@@ -620,40 +608,36 @@ def main(args: Args) -> None:
 
         # ==================== offline: learn from the teacher's data ====================
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-        if use_graph:
-            update = cuda_graph(update, generator)
 
         def evaluate_offline(num_updates: int) -> None:
             """Evaluate the student, log its return and save it."""
             checkpoint.save(progress, parts, replay)
-            returns = evaluate(f"offline {num_updates}", q_network, args.eval_episodes)
+            returns = evaluate(f"offline {num_updates}", q_network, args.eval_episodes, args.end_e)
             progress.offline_returns[str(num_updates)] = returns
             writer.add_scalar("charts/offline/avg_episodic_return", np.mean(returns), num_updates)
             save_model(q_network, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
         # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
-        updates_per_call = math.gcd(
-            UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
-        )
-        steps = range(progress.offline_update, args.offline_steps, updates_per_call)
+        per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
+        steps = range(progress.offline_update, args.offline_steps, per_call)
         start_time = time.perf_counter()
-        for num_updates in progress_bar("offline", steps):
-            if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
-                evaluate_offline(num_updates)
-            due = min(updates_per_call, args.offline_steps - num_updates)
-            learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
+        for step in progress_bar("offline", steps, "update"):
+            # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+            if step > 0 and step % args.offline_eval_frequency == 0:
+                evaluate_offline(step)
+            next_step = min(step + per_call, args.offline_steps)
+            learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in range(step, next_step)]
             losses = update(*replay.window, args.distill_coefficient, *learning_rates)
-            global_step = num_updates + due
-            if global_step % args.target_network_frequency == 0:
+            if next_step % args.target_network_frequency == 0:
                 update_target(target_network, q_network, args.tau)
 
-            progress.offline_update = global_step
-            if global_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
-                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
-                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
-                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
-                ups = (global_step - steps.start) / (time.perf_counter() - start_time)
-                writer.add_scalar("charts/offline/updates_per_second", ups, global_step)
+            progress.offline_update = next_step
+            if next_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
+                writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
+                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
+                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
+                updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
             checkpoint.save_if_due(progress, parts, replay)
         evaluate_offline(args.offline_steps)
         update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
@@ -664,26 +648,23 @@ def main(args: Args) -> None:
     if progress.online_step < args.total_timesteps:
         replay = Replay(args.buffer_size, envs.num_actions, args, device)
         if progress.online_step > 0:
-            checkpoint.restore_replay(replay)
-            replay.truncate_episodes()
+            checkpoint.restore_replay(replay)  # and truncates its episodes
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
 
-        def compute_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def both_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return q_values_of(q_network, observation), q_values_of(teacher, observation)
 
-        if use_graph:
-            update = cuda_graph(update, generator)
-            compute_q_values = cuda_graph(compute_q_values, generator)
+        both_q_values = cuda_graph(both_q_values, generator, args.cuda_graph and device.type == "cuda")
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
-        observation = upload(envs.reset((args.seed, progress.online_step)), device)
+        observation = to_device(envs.reset((args.seed, progress.online_step)), device)
         steps = range(progress.online_step, args.total_timesteps, args.num_envs)
-        bar = progress_bar("online", steps)
+        bar = progress_bar("online", steps, "step")
         start_time = time.perf_counter()
         for step in bar:
-            global_step = args.offline_steps + step
+            global_step = args.offline_steps + step  # offline updates count as steps
             next_step = step + args.num_envs
-            q_values, teacher_q_values = compute_q_values(observation)
+            q_values, teacher_q_values = both_q_values(observation)
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = envs.send(epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, 0.0))
 
@@ -702,7 +683,7 @@ def main(args: Args) -> None:
 
             result = envs.recv()
             replay.add(observation, action, result, teacher_q_values)
-            observation = upload(result.observation, device)
+            observation = to_device(result.observation, device)
 
             progress.online_step = next_step
             if times_due(step, next_step, LOG_EVERY):
@@ -712,7 +693,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
             for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
@@ -721,7 +702,6 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts, replay)
-        del replay, update, compute_q_values  # frees their memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================
@@ -730,10 +710,10 @@ def main(args: Args) -> None:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
     checkpoint.save(progress, parts)
-    final_returns = evaluate("final", q_network, args.eval_episodes)
+    final_returns = evaluate("final", q_network, args.eval_episodes, args.end_e)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

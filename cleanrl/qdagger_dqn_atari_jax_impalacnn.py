@@ -18,7 +18,6 @@ import numpy as np
 import optax
 from flax.serialization import to_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
-from huggingface_hub import snapshot_download
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
@@ -27,7 +26,7 @@ from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import MODEL_FILES, find_model, repo_errors, upload_model
+from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
@@ -35,7 +34,7 @@ from cleanrl_utils.tracking import progress_bar, start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
-Model = tuple[nn.Module, Params, bool]  # the network, its variables, and whether it is a policy
+Model = tuple[nn.Module, Params, float]  # the network, its variables, and the temperature at which it acts
 
 # Gradient steps of one call of `update`, at most. They are compiled into one program, which takes less time.
 UPDATES_PER_CALL = 4
@@ -237,33 +236,32 @@ def load_model(repo: str, exp_name: str, num_actions: int, temperature: float, d
         dtype: the dtype of all layers but the last.
 
     Returns:
-        The network, its variables, and whether it is a policy, which samples its actions.
+        The network, its variables, and the temperature at which it samples its actions: 0 if it takes the largest
+        Q-value.
 
     Raises:
         UserError: no model is found, or it is not of a network in this script.
     """
-    with repo_errors(repo):
-        path = Path(repo).expanduser()
-        if not path.exists():
-            path = Path(snapshot_download(repo, **MODEL_FILES))  # or cached, if there is no network
-        path = find_model(path, exp_name)
 
-    def arrays_of(network: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes_of(network: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
         return flatten_dict(jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK), sep="/")
 
+    path = find_model(repo, exp_name)
     network = QNetwork(num_actions, dtype)
-    own = arrays_of(network)
+    own = shapes_of(network)
     is_policy = False
     with model_errors(path):
         weights = read_model(path, "flax", own)
-        if shapes(weights) != shapes(own):
+        if shapes(weights) != shapes(own):  # it is not a QNetwork of this script
             is_policy = "params/actor/kernel" in weights
-            if is_policy:
+            if is_policy:  # a scaled last layer computes scaled logits
                 weights["params/Dense_1/kernel"] = temperature * weights.pop("params/actor/kernel")
                 weights["params/Dense_1/bias"] = temperature * weights.pop("params/actor/bias")
-            network = TeacherNetwork(num_actions, dtype, tuple(weights.pop("atoms", ())))
-            check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=arrays_of(network))
-    return network, jax.tree.map(jnp.asarray, unflatten_dict(weights, sep="/")), is_policy
+            atoms = weights.pop("atoms", ())
+            network = TeacherNetwork(num_actions, dtype, tuple(atoms))
+            check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=shapes_of(network))
+    params = jax.tree.map(jnp.asarray, unflatten_dict(weights, sep="/"))
+    return network, params, temperature if is_policy else 0.0
 
 
 def save_model(params: Params, path: Path) -> None:
@@ -273,14 +271,14 @@ def save_model(params: Params, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
 
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8 (L, N)
     reward: jax.Array  # float32 (L, N), clipped to [−1, 1]
     terminated: jax.Array  # bool (L, N), a life was lost or the episode ended
     age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool (L, N), False for the final observation of an episode, from which no action was taken
+    valid: jax.Array  # bool (L, N), False for the final observation of an episode, which has no reward
     teacher_q_values: jax.Array  # float32 (L, N, num_actions), computed once: a step is sampled often
 
 
@@ -302,17 +300,17 @@ class Replay:
     def __init__(self, size: int, num_actions: int, args: Args):
         self.length = size // args.num_envs
         self.n_step = args.n_step
-        self.steps_added = 0
+        self.steps_added = 0  # of each environment
         self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, args.num_envs)
         self.ring = Ring(
-            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
-            action=jnp.zeros(shape, jnp.uint8),
-            reward=jnp.zeros(shape, jnp.float32),
-            terminated=jnp.zeros(shape, bool),
-            age=jnp.zeros(shape, jnp.int32),
-            valid=jnp.zeros(shape, bool),
-            teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
+            frame=jnp.empty((*shape, 84, 84), jnp.uint8),
+            action=jnp.empty(shape, jnp.uint8),
+            reward=jnp.empty(shape, jnp.float32),
+            terminated=jnp.empty(shape, bool),
+            age=jnp.empty(shape, jnp.int32),
+            valid=jnp.empty(shape, bool),
+            teacher_q_values=jnp.empty((*shape, num_actions), jnp.float32),
         )
 
     def add(self, observation: np.ndarray, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
@@ -323,7 +321,7 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,
+            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
             teacher_q_values=teacher_q_values,
         )
         self.ring = write_step(self.ring, self.steps_added % self.length, step)
@@ -339,7 +337,7 @@ class Replay:
     @property
     def window(self) -> tuple[int, int]:
         """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
         return low, max(low, self.steps_added - self.n_step)
 
 
@@ -353,12 +351,12 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once, since shapes are fixed.
-    # If all 8 are invalid, the sample is a final observation, which has no TD error.
+    # If all 8 are invalid, the sample is a final observation, which has a distillation loss and no TD error.
     candidates = (8, batch_size)
     t_key, env_key = jax.random.split(key)
     t = jax.random.randint(t_key, candidates, low, high)
     env = jax.random.randint(env_key, candidates, 0, num_envs)
-    first_valid = ring.valid[t % length, env].argmax(axis=0)[None]
+    first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
     return transitions_at(ring, t, env, n_step, gamma)
@@ -369,23 +367,22 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
     n_step_return = jnp.zeros(t.shape)
-    discount = jnp.ones(t.shape)
     m = jnp.zeros_like(t)  # rewards in the return
     running = jnp.ones(t.shape, bool)
+    terminated = jnp.zeros(t.shape, bool)
     for k in range(n_step):
         slot = (t + k) % length
-        running = running & ring.valid[slot, env]
+        running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
-        discount = discount * jnp.where(running, gamma * ~ring.terminated[slot, env], 1.0)
         m = m + running
-        running = running & ~ring.terminated[slot, env]
+        terminated = terminated | running & ring.terminated[slot, env]
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
         action=ring.action[slot, env],
         n_step_return=n_step_return,
         bootstrap_observation=stack_frames(ring, t + m, env),
-        bootstrap_discount=discount,
+        bootstrap_discount=gamma**m * ~terminated,
         teacher_q_values=ring.teacher_q_values[slot, env],
         valid=ring.valid[slot, env],
     )
@@ -394,27 +391,28 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
 def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
-    ago = jnp.arange(3, -1, -1)
+    ago = jnp.arange(3, -1, -1)  # steps, oldest frame first
     in_episode = ring.age[t % length, env][:, None] >= ago
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
 class Losses(NamedTuple):
-    """The loss, its terms, and the Q-values in it."""
+    """The loss, its terms, and the mean Q-value in it."""
 
     loss: jax.Array
     td_loss: jax.Array
     distill_loss: jax.Array
-    q_values: jax.Array  # float32 (B,), of the actions taken
+    q_values: jax.Array  # the mean over the batch, of the actions taken
 
 
-def td_target(target_params: Params, batch: Batch, apply: Callable) -> jax.Array:
+def td_target(target_params: Params, q_network: nn.Module, batch: Batch) -> jax.Array:
     """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
-    return batch.n_step_return + batch.bootstrap_discount * apply(target_params, batch.bootstrap_observation).max(1)
+    q_values = q_network.apply(target_params, batch.bootstrap_observation)
+    return batch.n_step_return + batch.bootstrap_discount * q_values.max(axis=1)
 
 
 def qdagger_loss(
-    params: Params, y: jax.Array, batch: Batch, distill_coefficient: float, temperature: float, apply: Callable
+    params: Params, q_network: nn.Module, y: jax.Array, batch: Batch, distill_coefficient: float, temperature: float
 ) -> tuple[jax.Array, Losses]:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
@@ -422,19 +420,20 @@ def qdagger_loss(
 
     with y of :func:`td_target`, λ = ``distill_coefficient`` and the teacher's Q-values Q_T.
     """
-    q_values = apply(params, batch.observation)
+    q_values = q_network.apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
     q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
     td_loss = jnp.mean((q_of_action - y) ** 2 * batch.valid)
-    student = jax.nn.log_softmax(q_values / temperature)
-    teacher = jax.nn.log_softmax(batch.teacher_q_values / temperature)
-    distill_loss = jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - student), axis=1))
+    student_log_policy = jax.nn.log_softmax(q_values / temperature)
+    teacher_log_policy = jax.nn.log_softmax(batch.teacher_q_values / temperature)
+    kl = jnp.sum(jnp.exp(teacher_log_policy) * (teacher_log_policy - student_log_policy), axis=1)
+    distill_loss = jnp.mean(kl)
     loss = td_loss + distill_coefficient * distill_loss
-    return loss, Losses(loss, td_loss, distill_loss, q_of_action)
+    return loss, Losses(loss, td_loss, distill_loss, q_of_action.mean())
 
 
 class TrainState(NamedTuple):
-    """The state of learning."""
+    """The state that an update changes."""
 
     params: Params
     target_params: Params
@@ -443,7 +442,7 @@ class TrainState(NamedTuple):
 
 
 def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
-    """Return the compiled function that updates the state."""
+    """Return the compiled function that updates the state. The ring is an argument, since `Replay.add` replaces it."""
     gradient_of = jax.grad(qdagger_loss, has_aux=True)
 
     def update(
@@ -451,15 +450,15 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
     ) -> tuple[TrainState, Losses]:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
         key, *sample_keys = jax.random.split(state.key, len(learning_rates) + 1)
+        # XLA is faster with the targets of all gradient steps first, and slower with one large batch, as PyTorch has.
         batches = [sample(ring, low, high, args.batch_size, k, args.n_step, args.gamma) for k in sample_keys]
-        # XLA is faster with the targets of all gradient steps first.
-        targets = [td_target(state.target_params, batch, q_network.apply) for batch in batches]
+        targets = [td_target(state.target_params, q_network, batch) for batch in batches]
         params = state.params
         optimizer_state = state.optimizer_state
         for learning_rate, y, batch in zip(learning_rates, targets, batches, strict=True):
-            gradients, losses = gradient_of(params, y, batch, distill_coefficient, args.temperature, q_network.apply)
-            hyperparams = optimizer_state.hyperparams | {"learning_rate": learning_rate}
-            updates, optimizer_state = optimizer.update(gradients, optimizer_state._replace(hyperparams=hyperparams))
+            gradients, losses = gradient_of(params, q_network, y, batch, distill_coefficient, args.temperature)
+            optimizer_state.hyperparams["learning_rate"] = learning_rate
+            updates, optimizer_state = optimizer.update(gradients, optimizer_state)
             params = optax.apply_updates(params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
 
@@ -478,19 +477,16 @@ def anneal_distillation(
     """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
 
     λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
-    ``args.distill_coefficient`` before there are 10. If G_T ≤ G_random, it is ``args.distill_coefficient`` while
-    G < G_T, and otherwise 0.
+    ``args.distill_coefficient`` before there are 10.
     """
     if len(recent_returns) < 10:
         return args.distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
-    full_gap = teacher_return - random_return
-    if full_gap <= 0:
-        return args.distill_coefficient if gap > 0 else 0.0
+    full_gap = max(teacher_return - random_return, 1e-9)  # λ is all or nothing if the teacher is no better than random
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
-def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
+def linear_schedule(start: float, end: float, duration: float, step: float) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
     if duration <= 0:
         return end
@@ -499,14 +495,13 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
 
 def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
-    # The offline phase anneals to the online rate. Later the rate follows λ, down to the final rate at λ = 0.
-    online_rate = args.online_learning_rate or args.learning_rate
-    final_rate = args.final_learning_rate or online_rate
-    share = distill_coefficient / args.distill_coefficient if args.distill_coefficient > 0 else 1.0
-    rate_at_coefficient = final_rate + (online_rate - final_rate) * share
-    rate = linear_schedule(args.learning_rate, rate_at_coefficient, args.offline_steps, update)
     warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
-    return rate * warmup
+    online_rate = args.online_learning_rate or args.learning_rate
+    if update < args.offline_steps:
+        return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
+    # Online, the rate depends on λ instead of the time: from online_rate at the first λ to final_rate at λ = 0.
+    final_rate = args.final_learning_rate or online_rate
+    return warmup * linear_schedule(final_rate, online_rate, args.distill_coefficient, distill_coefficient)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -529,27 +524,28 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    args = check_args(args)
-    dtype = set_up_jax(args.bf16)
+    args = check_args(args)  # fewer environments, if a buffer or the run is too small
+    dtype = set_up_jax(args.bf16)  # of all layers but the last
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    name = args.teacher_model_exp_name
-    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{name}-seed1"
-    teacher, teacher_params, teacher_is_policy = load_model(repo, name, envs.num_actions, args.temperature, dtype)
-    teacher_temperature = args.temperature if teacher_is_policy else 0.0  # 0: it takes the largest Q-value
-    check_memory(args, Replay(args.num_envs, envs.num_actions, args).ring, jax.devices()[0])  # with a ring of one step
+    teacher_name = args.teacher_model_exp_name
+    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
+    model = load_model(repo, teacher_name, envs.num_actions, args.temperature, dtype)
+    teacher, teacher_params, teacher_temperature = model
+    one_step = Replay(args.num_envs, envs.num_actions, args)
+    check_memory(args, one_step, jax.devices()[0], UPDATES_PER_CALL)
 
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
-    state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
-    q_values_of = jax.jit(q_network.apply)
-    teacher_q_values_of = jax.jit(teacher.apply)
+    target_params = jax.tree.map(jnp.copy, params)  # copied, since `update` overwrites its arguments in place
+    state = TrainState(params, target_params, optimizer.init(params), key)
+    update = make_update(q_network, optimizer, args)
 
     checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir
+    run_dir = checkpoint.run_dir  # runs/{run_name}, a new one or that of --resume
     writer = start_logging(args, run_dir)
 
     def parts() -> dict[str, Any]:
@@ -557,27 +553,33 @@ def main(args: Args) -> None:
         return {"state": state, "rng": rng, "writer": writer}
 
     restored = parts()
-    progress = checkpoint.restore(Progress(), restored)  # unchanged in a new run
+    progress = checkpoint.restore(Progress(), restored)  # in a new run, both stay as they are
     state = restored["state"]
+    checkpoint.handle_signals()
 
-    def evaluate(name: str, q_function: Callable | None, episodes: int, temperature: float = 0.0) -> list[float]:
-        """Play whole episodes by a network's Q-values, or at random without one, and return their returns."""
+    @functools.partial(jax.jit, static_argnums=0)
+    def q_values_of(network: nn.Module, params: Params, observation: np.ndarray) -> jax.Array:
+        return network.apply(params, observation)
+
+    def evaluate(
+        name: str, network: nn.Module, params: Params, episodes: int, epsilon: float, temperature: float = 0.0
+    ) -> list[float]:
+        """Play whole episodes and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
-            if q_function is None:
-                return action_rng.integers(0, envs.num_actions, len(observation))
-            return epsilon_greedy(np.asarray(q_function(observation)), args.end_e, action_rng, temperature)
+            q_values = np.asarray(q_values_of(network, params, observation))
+            return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_told)
+        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_signalled)
 
     # ==================== evaluate teacher and random policy ====================
     # A checkpoint is saved before each evaluation, so that a resumed run repeats an interrupted one.
     if not progress.teacher_returns:
         checkpoint.save(progress, parts())
-        q_function = functools.partial(teacher_q_values_of, teacher_params)
-        progress.teacher_returns = evaluate("teacher", q_function, args.teacher_eval_episodes, teacher_temperature)
-        progress.random_returns = evaluate("random", None, args.teacher_eval_episodes)
+        acting = (teacher, teacher_params, args.teacher_eval_episodes)
+        progress.teacher_returns = evaluate("teacher", *acting, args.end_e, teacher_temperature)
+        progress.random_returns = evaluate("random", *acting, epsilon=1.0)
         writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
@@ -585,24 +587,23 @@ def main(args: Args) -> None:
     if teacher_return <= random_return:
         print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than the random policy ({random_return:.1f})")
 
-    update = make_update(q_network, optimizer, args)
+    # The evaluation after the last update marks the end of the offline phase.
     if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
         replay = Replay(args.teacher_steps, envs.num_actions, args)
         data_steps = replay.length * args.num_envs
         if progress.teacher_step > 0:
-            checkpoint.restore_replay(replay)
-            replay.truncate_episodes()
+            checkpoint.restore_replay(replay)  # and truncates its episodes
 
         # ==================== teacher data ====================
         if progress.teacher_step < data_steps:
             observation = envs.reset((args.seed, progress.teacher_step))
             steps = range(progress.teacher_step, data_steps, args.num_envs)
             start_time = time.perf_counter()
-            for step in progress_bar("teacher data", steps):
-                teacher_q_values = teacher_q_values_of(teacher_params, observation)
+            for step in progress_bar("teacher data", steps, "step"):
+                teacher_q_values = q_values_of(teacher, teacher_params, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
                 action = epsilon_greedy(np.asarray(teacher_q_values), epsilon, rng, teacher_temperature)
-                action = envs.send(action)
+                action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
                 observation = result.observation
@@ -617,35 +618,32 @@ def main(args: Args) -> None:
         def evaluate_offline(num_updates: int) -> None:
             """Evaluate the student, log its return and save it."""
             checkpoint.save(progress, parts(), replay)
-            q_function = functools.partial(q_values_of, state.params)
-            returns = evaluate(f"offline {num_updates}", q_function, args.eval_episodes)
+            returns = evaluate(f"offline {num_updates}", q_network, state.params, args.eval_episodes, args.end_e)
             progress.offline_returns[str(num_updates)] = returns
             writer.add_scalar("charts/offline/avg_episodic_return", np.mean(returns), num_updates)
             save_model(state.params, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
 
         # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
-        updates_per_call = math.gcd(
-            UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency
-        )
-        steps = range(progress.offline_update, args.offline_steps, updates_per_call)
+        per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
+        steps = range(progress.offline_update, args.offline_steps, per_call)
         start_time = time.perf_counter()
-        for num_updates in progress_bar("offline", steps):
-            if num_updates > 0 and num_updates % args.offline_eval_frequency == 0:
-                evaluate_offline(num_updates)
-            due = min(updates_per_call, args.offline_steps - num_updates)
-            learning_rates = [learning_rate_at(num_updates + i, args.distill_coefficient, args) for i in range(due)]
+        for step in progress_bar("offline", steps, "update"):
+            # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+            if step > 0 and step % args.offline_eval_frequency == 0:
+                evaluate_offline(step)
+            next_step = min(step + per_call, args.offline_steps)
+            learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in range(step, next_step)]
             state, losses = update(state, replay.ring, *replay.window, args.distill_coefficient, *learning_rates)
-            global_step = num_updates + due
-            if global_step % args.target_network_frequency == 0:
+            if next_step % args.target_network_frequency == 0:
                 state = update_target(state, args.tau)
 
-            progress.offline_update = global_step
-            if global_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
-                writer.add_scalar("charts/offline/loss", losses.loss.item(), global_step)
-                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), global_step)
-                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), global_step)
-                ups = (global_step - steps.start) / (time.perf_counter() - start_time)
-                writer.add_scalar("charts/offline/updates_per_second", ups, global_step)
+            progress.offline_update = next_step
+            if next_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
+                writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
+                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
+                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
+                updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
             checkpoint.save_if_due(progress, parts(), replay)
         evaluate_offline(args.offline_steps)
         state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
@@ -656,19 +654,18 @@ def main(args: Args) -> None:
     if progress.online_step < args.total_timesteps:
         replay = Replay(args.buffer_size, envs.num_actions, args)
         if progress.online_step > 0:
-            checkpoint.restore_replay(replay)
-            replay.truncate_episodes()
+            checkpoint.restore_replay(replay)  # and truncates its episodes
         losses = None
         exploration_steps = args.exploration_fraction * args.total_timesteps
         observation = envs.reset((args.seed, progress.online_step))
         steps = range(progress.online_step, args.total_timesteps, args.num_envs)
-        bar = progress_bar("online", steps)
+        bar = progress_bar("online", steps, "step")
         start_time = time.perf_counter()
         for step in bar:
-            global_step = args.offline_steps + step
+            global_step = args.offline_steps + step  # offline updates count as steps
             next_step = step + args.num_envs
-            q_values = q_values_of(state.params, observation)
-            teacher_q_values = teacher_q_values_of(teacher_params, observation)
+            q_values = q_values_of(q_network, state.params, observation)
+            teacher_q_values = q_values_of(teacher, teacher_params, observation)
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng, 0.0))
 
@@ -698,7 +695,7 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if losses is not None:
                     for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.mean().item(), global_step)
+                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
             for env, episodic_return, length in result.episodes:
                 progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
                 # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
@@ -707,7 +704,6 @@ def main(args: Args) -> None:
                 writer.add_scalar("charts/episodic_length", length, global_step + env)
                 bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
             checkpoint.save_if_due(progress, parts(), replay)
-        del replay  # frees its memory for the evaluation
     envs.close()
 
     # ==================== save, evaluate, upload ====================
@@ -716,10 +712,10 @@ def main(args: Args) -> None:
         save_model(state.params, model_path)
         print(f"model saved to {model_path}")
     checkpoint.save(progress, parts())
-    final_returns = evaluate("final", functools.partial(q_values_of, state.params), args.eval_episodes)
+    final_returns = evaluate("final", q_network, state.params, args.eval_episodes, args.end_e)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.restore_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

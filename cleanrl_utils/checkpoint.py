@@ -66,11 +66,8 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
         raise UserError(f"--resume {args.resume}: this script has other flags than the run; {USE_THE_SAME}")
     # Now every difference was given on the command line.
     args = check_args(tyro.cli(args_class, default=args_class(**flags), args=argv))
-    may_change = MAY_CHANGE.split()
-    if state["progress"].get("online_step") == 0:  # the online replay buffer is not yet made
-        may_change.append("buffer_size")
     for name, was in flags.items():
-        if getattr(args, name) != was and name not in may_change:
+        if getattr(args, name) != was and name not in MAY_CHANGE.split():
             found = f"{flag(name)} is {getattr(args, name)!r:.60} and {args.resume} was started with {was!r:.60}"
             raise UserError(f"{found}; leave out what changes it, or start a new run without --resume")
     return args
@@ -81,7 +78,7 @@ class Checkpoint:
 
     A checkpoint holds a dataclass of JSON values, *progress*; a dict of *parts*, which are PyTorch modules,
     optimizers and generators, NumPy generators, the TensorBoard :class:`Writer` and trees of JAX arrays; and a replay
-    buffer with ``ring``, ``length``, ``steps_added`` and ``age`` as in the scripts.
+    buffer with ``ring``, ``length``, ``steps_added`` and ``truncate_episodes`` as in the scripts.
 
     Raises:
         UserError: the directory can't be made; another process runs the run; or no checkpoint of it can be read.
@@ -107,24 +104,28 @@ class Checkpoint:
         self._handlers: dict[int, Any] = {}
 
     def restore(self, progress: T, parts: dict[str, Any]) -> T:
-        """Restore the parts of a resumed run, JAX's as new trees in ``parts``; return its progress.
-
-        From here on signals are handled. Before, they end the process at once, for example where W&B asks for a login.
-        """
+        """Restore the parts of a resumed run, JAX's as new trees in ``parts``, and return its progress."""
         if self._loaded is not None:
             with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
                 for name, part in parts.items():
-                    was = self._loaded["parts"][name]
-                    now = type(part).__name__
-                    if was != now:
-                        raise ValueError(f"{name} was {was}, now it is {now}")
                     parts[name] = load(part, self._serialised[name])
                 progress = type(progress)(**self._loaded["progress"])
-        self._handle_signals()
         return progress
 
+    def handle_signals(self) -> None:
+        """Note signals instead of ending at once, so that the run saves a checkpoint and exits."""
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python has no handlers in others
+        if self.args.checkpoint_minutes and in_main_thread:
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                    self._handlers[number] = signal.signal(number, self._on_signal)
+
     def restore_replay(self, replay: Any) -> None:
-        """Fill ``replay`` with the replay buffer of the checkpoint; raise a UserError if it has none that fits."""
+        """Fill ``replay`` with the replay buffer of the checkpoint, and truncate its episodes.
+
+        Raises:
+            UserError: the checkpoint has no replay buffer that fits.
+        """
         with user_errors(f"--resume {self.run_dir}: the replay buffer can't be restored", USE_THE_SAME):
             if self._loaded["replay"] is None:
                 raise ValueError("it was deleted at the end of the training: leave --total-timesteps out")
@@ -133,17 +134,18 @@ class Checkpoint:
                 arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
                 write_ring(replay, segment.low % replay.length, arrays)
             replay.steps_added = self._loaded["replay"]["steps_added"]
-            replay.age[:] = self._loaded["replay"]["age"]
-        # The newest step may still change (`Replay.truncate_episodes`), so its segment is written again.
+            replay.truncate_episodes()
+        # This changed the newest step, so its segment is written again.
         self._segments = self._segments[:-1]
 
     def save(self, progress: Any, parts: dict[str, Any], replay: Any = None) -> None:
-        """Write a checkpoint, of ``replay`` only the steps since the last one.
+        """Check that all weights are finite, and write a checkpoint unless `checkpoint_minutes` is 0.
 
-        Save without a replay buffer before another one is saved.
+        Of ``replay`` only the steps since the last checkpoint are written. A call without it forgets the segments of
+        the last replay buffer, and comes before another one is saved.
 
         Raises:
-            UserError: a part holds NaN or infinity, which is never saved; or the disk is full.
+            UserError: a weight is NaN or infinite; or the disk is full.
         """
         resume = self._how_to_resume()
         unwritten = f"a checkpoint can't be written to {self.directory}"
@@ -163,9 +165,9 @@ class Checkpoint:
         minutes = self.args.checkpoint_minutes
         if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
             self.save(progress, parts, replay)
-            self.exit_if_told()
+            self.exit_if_signalled()
 
-    def exit_if_told(self) -> None:
+    def exit_if_signalled(self) -> None:
         """Exit with 128 + its number if a signal came. A resumed run repeats unsaved work."""
         if self._signal:
             tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
@@ -182,24 +184,17 @@ class Checkpoint:
             self.directory.rmdir()
         self.close()
 
-    def restore_signals(self) -> None:
-        """Restore the signal handlers."""
+    def release_signals(self) -> None:
+        """Handle signals as before :meth:`handle_signals`."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
 
     def close(self) -> None:
-        """Restore the signal handlers and release the run directory."""
-        self.restore_signals()
+        """Release the signals and the run directory."""
+        self.release_signals()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _handle_signals(self) -> None:
-        in_main_thread = threading.current_thread() is threading.main_thread()  # Python has no handlers in others
-        if self.args.checkpoint_minutes and in_main_thread:
-            for number in SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                    self._handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self._signal is None:  # further signals are ignored: one may arrive while a checkpoint is written
@@ -226,13 +221,13 @@ class Checkpoint:
                 "script": script_of(self.args).stem,
                 "flags": dataclasses.asdict(self.args),
                 "progress": dataclasses.asdict(progress),
-                "parts": {name: type(part).__name__ for name, part in parts.items()},
+                "parts": list(parts),
                 "segments": segments,
                 "replay": None,
             }
             if replay is not None:
                 members = [f"{array}.npy" for array in replay.ring._fields]
-                state["replay"] = {"steps_added": replay.steps_added, "age": replay.age.tolist(), "members": members}
+                state["replay"] = {"steps_added": replay.steps_added, "members": members}
             with atomic_write(self.directory / state_file) as file, zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("state.json", json.dumps(state))
                 for name, data in serialised.items():

@@ -86,22 +86,21 @@ def size_problem(args: Any) -> str | None:
     return None
 
 
-def check_memory(args: Any, one_step: Any, device: Any) -> None:
+def check_memory(args: Any, one_step: Any, device: Any, batches: int = 1) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
 
-    ``one_step`` has the arrays of a replay buffer of one step of each environment. ``device`` is of PyTorch or JAX.
-    The teacher's replay buffer and the student's never exist at once.
+    ``one_step`` is a replay buffer of one step of each environment. ``device`` is of PyTorch or JAX. ``batches`` are
+    sampled at once. The teacher's replay buffer and the student's never exist at once.
     """
     available = available_memory(device)
-    step_bytes = sum(array.nbytes for array in one_step) / args.num_envs
+    step_bytes = sum(array.nbytes for array in one_step.ring) / args.num_envs
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.
-    transition_bytes = 2 * STACK * one_step.frame.nbytes / args.num_envs * (1 + 4)
-    # QDagger samples the batches of up to four updates at once.
-    batch = 4 * args.batch_size * transition_bytes
-    sizes = {"batch_size": batch}
+    transition_bytes = 2 * STACK * one_step.ring.frame.nbytes / args.num_envs * (1 + 4)
+    samples = batches * args.batch_size * transition_bytes
+    sizes = {"batch_size": samples}
     for name in replay_buffers(args):
-        sizes[name] = batch + getattr(args, name) * step_bytes
+        sizes[name] = samples + getattr(args, name) * step_bytes
     for name, size in sizes.items():
         if size > available:
             needs = f"{flag(name)} {getattr(args, name):,} needs {size / 1e9:.2f} GB of memory"

@@ -132,8 +132,8 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
     return device, bf16
 
 
-def upload(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
-    """Return an array as a tensor on a device. A copy to a GPU is asynchronous, from pinned memory."""
+def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
+    """Return an array as a tensor on a device: on a CPU with the same memory, on a GPU as an asynchronous copy."""
     import torch
 
     tensor = torch.as_tensor(array)
@@ -194,8 +194,10 @@ class CudaGraph:
         return self.result
 
 
-def cuda_graph(function: Callable[..., Any], generator: "torch.Generator") -> Callable[..., Any]:
-    """Return ``function`` as CUDA graphs, one for each number of arguments."""
+def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabled: bool) -> Callable[..., Any]:
+    """Return ``function`` as CUDA graphs, one for each number of arguments, or itself if not ``enabled``."""
+    if not enabled:
+        return function
     graphs: dict[int, CudaGraph] = {}
 
     def call(*inputs: "float | torch.Tensor") -> Any:

@@ -70,7 +70,7 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
     script = import_script(args.script or SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py")
     model = repo, args.exp_name, envs.num_actions, 1.0
     if hasattr(script, "jax"):
-        network, params, is_policy = script.load_model(*model, set_up_jax(bf16=True))
+        network, params, temperature = script.load_model(*model, set_up_jax(bf16=True))
         apply = script.jax.jit(network.apply)
 
         def q_function(observation: np.ndarray) -> np.ndarray:
@@ -80,7 +80,7 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
         torch = script.torch
         device, bf16 = set_up_torch(cuda=True, bf16=True)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-        network, is_policy = script.load_model(*model)
+        network, temperature = script.load_model(*model)
         network.to(device, memory_format=torch.channels_last)
 
         @torch.inference_mode()
@@ -89,7 +89,6 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
                 return network(torch.as_tensor(observation, device=device)).cpu().numpy()
 
     rng = np.random.default_rng(args.seed + 1000)  # as in the scripts' evaluations
-    temperature = 1.0 if is_policy else 0.0
 
     def act(observation: np.ndarray) -> np.ndarray:
         return script.epsilon_greedy(q_function(observation), args.epsilon, rng, temperature)

@@ -4,7 +4,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +22,39 @@ MODEL_FILES = {
 }
 
 
-def repo_errors(repo: str) -> AbstractContextManager[None]:
-    """Turn any exception in a ``with`` block that finds a model into a UserError of one line."""
-    what = f"no model can be loaded from {repo!r}"
-    if not os.path.exists(os.path.expanduser(repo)):
-        path = os.path.abspath(repo)
-        what = f"there is no file or directory {path!r}, and no model can be loaded from the hub repository {repo!r}"
-    remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
-    return user_errors(what, remedy)
+def find_model(repo: str, exp_name: str) -> Path:
+    """Find a model; download it if ``repo`` is a hub repository, or find it in the hub's cache without a network.
 
-
-def find_model(path: Path, exp_name: str) -> Path:
-    """Return ``path`` if it is a file, and otherwise the model in this directory.
-
-    The model is ``{exp_name}.cleanrl_model``, ``{exp_name}.zip`` or, with a script's default
-    ``exp_name``, the only model.
+    Args:
+        repo: the file, its directory or, if nothing has this path, the name of a hub repository.
+        exp_name: the name of the file, without .cleanrl_model or .zip. With a script's default, the only model of a
+            directory or repository may have any name.
 
     Raises:
-        FileNotFoundError: the directory has no such model.
+        UserError: there is no such model, or the hub can't be reached.
     """
-    if path.is_file():
-        return path
-    files = [file.name for file in path.glob("*") if file.is_file()]
+    path = Path(os.path.expanduser(repo))
+    if path.exists():
+        what = f"no model can be loaded from {repo!r}"
+    else:
+        missing = f"there is no file or directory {str(path.resolve())!r}"
+        what = f"{missing}, and no model can be loaded from the hub repository {repo!r}"
+    remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
+    with user_errors(what, remedy):
+        if not path.exists():
+            path = Path(hf.snapshot_download(repo, **MODEL_FILES))
+        return path if path.is_file() else path / choose_model(path, exp_name)
+
+
+def choose_model(directory: Path, exp_name: str) -> str:
+    """Return the name of the model in a directory; FileNotFoundError if there is none with this ``exp_name``."""
+    files = [file.name for file in directory.glob("*") if file.is_file()]
     models = sorted(utils.filter_repo_objects(files, **MODEL_FILES))
     for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
         if name in models:
-            return path / name
+            return name
     if exp_name in ("dqn_atari", "dqn_atari_jax") and len(models) == 1:
-        return path / models[0]
+        return models[0]
     has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
     raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
 

@@ -154,14 +154,14 @@ def start_wandb(args: Any, run_dir: Path) -> None:
         args.wandb_entity = run.entity or None
 
 
-def progress_bar(phase: str, steps: range) -> tqdm:
+def progress_bar(phase: str, steps: range, unit: str) -> tqdm:
     """Return a bar over the ``steps`` that are left of a phase."""
     bar = tqdm(
         steps,
         desc=phase,
         initial=steps.start // steps.step,
         total=math.ceil(steps.stop / steps.step),
-        unit="update" if phase == "offline" else "step",
+        unit=unit,
         unit_scale=steps.step,
         smoothing=0.05,
         mininterval=0.5 if sys.stderr.isatty() else 30,  # a log file gets fewer lines

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dqn_atari
@@ -178,10 +179,13 @@ def dqn_losses(q_network: Any, target_network: Any, batch: Any) -> Any:
 
 def qdagger_jax_losses(params: Any, target_params: Any, batch: Any, *coefficients: float, apply: Any) -> Any:
     """Compute loss and losses of the JAX script in the same way."""
-    y = qdagger_jax.td_target(target_params, batch, apply)
-    return qdagger_jax.qdagger_loss(params, y, batch, *coefficients, apply)
+    q_network = SimpleNamespace(apply=apply)
+    y = qdagger_jax.td_target(target_params, q_network, batch)
+    return qdagger_jax.qdagger_loss(params, q_network, y, batch, *coefficients)
 
 
 def dqn_jax_losses(params: Any, target_params: Any, batch: Any, apply: Any) -> Any:
     """Compute loss and losses of DQN's JAX script in the same way."""
-    return dqn_atari_jax.dqn_loss(params, dqn_atari_jax.td_target(target_params, batch, apply), batch, apply)
+    q_network = SimpleNamespace(apply=apply)
+    y = dqn_atari_jax.td_target(target_params, q_network, batch)
+    return dqn_atari_jax.dqn_loss(params, q_network, y, batch)

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from test_update import impala, nature
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.hub import find_model
+from cleanrl_utils.hub import choose_model
 from cleanrl_utils.models import flax_to_torch, model_errors, read_model, torch_to_flax
 
 ROOT = Path(__file__).parent.parent
@@ -102,16 +102,18 @@ def load_q_function(script, path, temperature=1.0, bf16=False, num_actions=6):
     """Return the Q-function of a file, as the script computes it, and whether it is a policy."""
     if hasattr(script, "jax"):
         dtype = jnp.bfloat16 if bf16 else jnp.float32
-        network, params, is_policy = script.load_model(str(path), "", num_actions, temperature, dtype)
-        return lambda observations: np.asarray(jax.jit(network.apply)(params, observations)), is_policy
-    network, is_policy = script.load_model(str(path), "", num_actions, temperature)
+        network, params, acts_at = script.load_model(str(path), "", num_actions, temperature, dtype)
+        assert acts_at in (0.0, temperature)
+        return lambda observations: np.asarray(jax.jit(network.apply)(params, observations)), acts_at > 0
+    network, acts_at = script.load_model(str(path), "", num_actions, temperature)
+    assert acts_at in (0.0, temperature)
 
     @torch.inference_mode()
     def q_function(observations):
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return network(torch.from_numpy(observations)).numpy()
 
-    return q_function, is_policy
+    return q_function, acts_at > 0
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -264,9 +266,9 @@ def test_own_network(kind, tmp_path, monkeypatch):
     for script, other in (SCRIPTS, SCRIPTS[::-1]):
         expected = save_own_network(script, tmp_path / "own", 6)(observations)
         assert np.ptp(expected) > 0.01
-        network, *_, is_policy = script.load_model(str(tmp_path / "own"), "", 6, 0.1)
+        network, *_, temperature = script.load_model(str(tmp_path / "own"), "", 6, 0.1)
         assert type(network) is script.QNetwork
-        assert not is_policy
+        assert temperature == 0
         np.testing.assert_allclose(load_q_function(script, tmp_path / "own")[0](observations), expected, atol=1e-5)
         if kind == "plain":
             np.testing.assert_allclose(load_q_function(other, tmp_path / "own")[0](observations), expected, atol=1e-5)
@@ -492,7 +494,7 @@ def test_a_path_wins_over_a_repository(script, tmp_path, monkeypatch):
     (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(WEIGHTS))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(script, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     for repo in (str(directory), "lab/local", "~/lab/local", "lab/local/dqn_atari.cleanrl_model"):
         assert script.load_model(repo, "dqn_atari", 6, 1.0)
 
@@ -516,10 +518,10 @@ def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
     for name in files.split():
         (tmp_path / name).touch()
     if found in files:
-        assert find_model(tmp_path, exp_name) == tmp_path / found
+        assert choose_model(tmp_path, exp_name) == found
     else:
         with pytest.raises(FileNotFoundError, match=found):
-            find_model(tmp_path, exp_name)
+            choose_model(tmp_path, exp_name)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
