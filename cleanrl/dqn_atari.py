@@ -412,11 +412,11 @@ def main(args: Args) -> None:
     envs.close()
 
     # ==================== save, evaluate, upload ====================
+    checkpoint.save(progress, parts)  # first, since it refuses weights that are NaN
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
     if args.save_model:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
-    checkpoint.save(progress, parts)  # an evaluation that is interrupted starts again from here
     action_rng = np.random.default_rng(args.seed + 1000)
 
     def act(observation: np.ndarray) -> np.ndarray:

@@ -705,11 +705,11 @@ def main(args: Args) -> None:
     envs.close()
 
     # ==================== save, evaluate, upload ====================
+    checkpoint.save(progress, parts)  # first, since it refuses weights that are NaN
     model_path = run_dir / f"{args.exp_name}.cleanrl_model"
     if args.save_model:
         save_model(q_network, model_path)
         print(f"model saved to {model_path}")
-    checkpoint.save(progress, parts)
     final_returns = evaluate("final", q_network, args.eval_episodes, args.end_e)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)

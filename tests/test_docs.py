@@ -105,8 +105,7 @@ def test_every_metric_is_documented() -> None:
 
 def test_flags_that_may_change_are_documented() -> None:
     named = re.findall(r"`--([\w-]+)`", section(DOCS / "resuming.md", "Flags that may change"))
-    # The buffer size may change only before the online phase.
-    assert {name.replace("-", "_") for name in named} == {*MAY_CHANGE.split()} - {"resume"} | {"buffer_size"}
+    assert {name.replace("-", "_") for name in named} == {*MAY_CHANGE.split()} - {"resume"}
 
 
 @each_page
