@@ -157,7 +157,7 @@ class Batch(NamedTuple):
     action: torch.Tensor  # int64 (B,)
     n_step_return: torch.Tensor  # float32 (B,), Σ γᵏ r of the rewards before the bootstrap observation
     bootstrap_observation: torch.Tensor  # uint8 (B, 4, 84, 84)
-    bootstrap_discount: torch.Tensor  # float32 (B,), γᵐ, or 0 after a termination
+    bootstrap_discount: torch.Tensor  # float32 (B,), γᵐ after m rewards, or 0 after a termination
     valid: torch.Tensor  # bool (B,), False for a final observation, which has no TD error
 
 
@@ -266,7 +266,7 @@ class Losses(NamedTuple):
 
 @torch.no_grad()
 def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
     return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
 
 
@@ -336,8 +336,8 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    one_step = Replay(args.num_envs, args, device)
-    check_memory(args, one_step, device)
+    smallest_replay = Replay(args.num_envs, args, device)  # one step of each environment
+    check_memory(args, smallest_replay, device)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
@@ -379,7 +379,8 @@ def main(args: Args) -> None:
             next_step = global_step + args.num_envs
             q_values = q_values_of(observation).cpu().numpy()
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values, epsilon, rng))  # the actions taken: FIRE starts a life
+            action = epsilon_greedy(q_values, epsilon, rng)
+            action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
             # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
             low, high = replay.window
@@ -426,7 +427,7 @@ def main(args: Args) -> None:
     final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_signalled)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only the upload follows
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

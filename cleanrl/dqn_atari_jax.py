@@ -158,7 +158,7 @@ class Batch(NamedTuple):
     action: jax.Array  # uint8 (B,)
     n_step_return: jax.Array  # float32 (B,), Σ γᵏ r of the rewards before the bootstrap observation
     bootstrap_observation: jax.Array  # uint8 (B, 4, 84, 84)
-    bootstrap_discount: jax.Array  # float32 (B,), γᵐ, or 0 after a termination
+    bootstrap_discount: jax.Array  # float32 (B,), γᵐ after m rewards, or 0 after a termination
     valid: jax.Array  # bool (B,), False for a final observation, which has no TD error
 
 
@@ -269,7 +269,7 @@ class Losses(NamedTuple):
 
 
 def td_target(target_params: Params, q_network: nn.Module, batch: Batch) -> jax.Array:
-    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
     q_values = q_network.apply(target_params, batch.bootstrap_observation)
     return batch.n_step_return + batch.bootstrap_discount * q_values.max(axis=1)
 
@@ -343,12 +343,12 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    one_step = Replay(args.num_envs, args)
-    check_memory(args, one_step, jax.devices()[0])
+    smallest_replay = Replay(args.num_envs, args)  # one step of each environment
+    check_memory(args, smallest_replay, jax.devices()[0])
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
-    target_params = jax.tree.map(jnp.copy, params)  # copied, since `update` overwrites its arguments in place
+    target_params = jax.tree.map(jnp.copy, params)  # `update` donates both, and an array only once
     state = TrainState(params, target_params, optimizer.init(params), key)
     q_values_of = jax.jit(q_network.apply)
 
@@ -381,7 +381,8 @@ def main(args: Args) -> None:
             next_step = global_step + args.num_envs
             q_values = np.asarray(q_values_of(state.params, observation))
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values, epsilon, rng))  # the actions taken: FIRE starts a life
+            action = epsilon_greedy(q_values, epsilon, rng)
+            action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
             # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
             low, high = replay.window
@@ -428,7 +429,7 @@ def main(args: Args) -> None:
     final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_signalled)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only the upload follows
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

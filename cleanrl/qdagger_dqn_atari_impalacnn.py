@@ -174,9 +174,9 @@ class ConvSequence(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.conv.weight
-        missing = x.shape[1] - weight.shape[1]
-        if missing:  # the input has more channels, of zeros: see QNetwork
-            weight = F.pad(weight, (0, 0, 0, 0, 0, missing))
+        extra = x.shape[1] - weight.shape[1]  # channels of zeros, which QNetwork adds on a GPU
+        if extra:
+            weight = F.pad(weight, (0, 0, 0, 0, 0, extra))
         x = F.conv2d(x, weight, self.conv.bias, padding=1)
         x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
         return self.res_block1(self.res_block0(x))
@@ -253,6 +253,7 @@ def load_model(repo: str, exp_name: str, num_actions: int, temperature: float) -
                 weights["network.9.weight"] = temperature * weights.pop("actor.weight")
                 weights["network.9.bias"] = temperature * weights.pop("actor.bias")
             network = TeacherNetwork(num_actions, len(weights.get("atoms", ())))
+            # For an error message, which names the closer of the two networks.
             check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=network.state_dict())
         network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     return network, temperature if is_policy else 0.0
@@ -283,7 +284,7 @@ class Batch(NamedTuple):
     action: torch.Tensor  # int64 (B,)
     n_step_return: torch.Tensor  # float32 (B,), Σ γᵏ r of the rewards before the bootstrap observation
     bootstrap_observation: torch.Tensor  # uint8 (B, 4, 84, 84)
-    bootstrap_discount: torch.Tensor  # float32 (B,), γᵐ, or 0 after a termination
+    bootstrap_discount: torch.Tensor  # float32 (B,), γᵐ after m rewards, or 0 after a termination
     teacher_q_values: torch.Tensor  # float32 (B, num_actions)
     valid: torch.Tensor  # bool (B,), False for a final observation: it has a distillation loss and no TD error
 
@@ -398,7 +399,7 @@ class Losses(NamedTuple):
 
 @torch.no_grad()
 def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
     return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
 
 
@@ -430,16 +431,19 @@ def make_update(
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
-        """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
+        """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses.
+
+        In a CUDA graph all arguments are tensors.
+        """
         num_transitions = len(learning_rates) * args.batch_size
         batches = sample(ring, low, high, num_transitions, generator, args.n_step, args.gamma)
         with autocast:
-            # The targets of all gradient steps at once take less time.
+            # All targets at once take less time. The target network does not change in a call.
             targets = td_target(target_network, batches)
         for i, learning_rate in enumerate(learning_rates):
             rows = slice(i * args.batch_size, (i + 1) * args.batch_size)
             batch = Batch(*(array[rows] for array in batches))
-            optimizer.param_groups[0]["lr"] = learning_rate  # in a CUDA graph a tensor
+            optimizer.param_groups[0]["lr"] = learning_rate
             with autocast:
                 losses = loss_function(q_network, targets[rows], batch, distill_coefficient, args.temperature)
             optimizer.zero_grad()
@@ -472,7 +476,7 @@ def anneal_distillation(
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
-def linear_schedule(start: float, end: float, duration: float, step: float) -> float:
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
     if duration <= 0:
         return end
@@ -485,9 +489,11 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     online_rate = args.online_learning_rate or args.learning_rate
     if update < args.offline_steps:
         return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
-    # Online, the rate depends on λ instead of the time: from online_rate at the first λ to final_rate at λ = 0.
-    final_rate = args.final_learning_rate or online_rate
-    return warmup * linear_schedule(final_rate, online_rate, args.distill_coefficient, distill_coefficient)
+    # Online, the rate depends on λ instead of the time.
+    if args.final_learning_rate is None:
+        return warmup * online_rate
+    share = distill_coefficient / args.distill_coefficient  # 1 at the first λ, 0 at λ = 0
+    return warmup * (args.final_learning_rate + (online_rate - args.final_learning_rate) * share)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -521,13 +527,13 @@ def main(args: Args) -> None:
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
     teacher_name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
-    teacher, teacher_temperature = load_model(repo, teacher_name, envs.num_actions, args.temperature)
+    teacher, acting_temperature = load_model(repo, teacher_name, envs.num_actions, args.temperature)
     teacher.to(device, memory_format=torch.channels_last)
     if bf16 and isinstance(teacher, TeacherNetwork):
-        # The teacher's weights never change, so they are cast once instead of in each forward pass.
+        # The teacher's weights never change: cast once, not in each forward pass. autocast casts those of a QNetwork.
         teacher.network[:-1].to(torch.bfloat16)
-    one_step = Replay(args.num_envs, envs.num_actions, args, device)
-    check_memory(args, one_step, device, UPDATES_PER_CALL)
+    smallest_replay = Replay(args.num_envs, envs.num_actions, args, device)  # one step of each environment
+    check_memory(args, smallest_replay, device, UPDATES_PER_CALL)
 
     torch.manual_seed(args.seed)  # here, since load_model draws random weights too
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
@@ -555,13 +561,15 @@ def main(args: Args) -> None:
         with autocast:
             return network(observation)
 
-    def evaluate(name: str, network: nn.Module, episodes: int, epsilon: float, temperature: float = 0.0) -> list[float]:
+    def evaluate(
+        name: str, network: nn.Module, episodes: int, epsilon: float, acting_temperature: float = 0.0
+    ) -> list[float]:
         """Play whole episodes and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
             q_values = q_values_of(network, to_device(observation, device)).cpu().numpy()
-            return epsilon_greedy(q_values, epsilon, action_rng, temperature)
+            return epsilon_greedy(q_values, epsilon, action_rng, acting_temperature)
 
         return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_signalled)
 
@@ -570,8 +578,8 @@ def main(args: Args) -> None:
     if not progress.teacher_returns:
         checkpoint.save(progress, parts)
         episodes = args.teacher_eval_episodes
-        progress.teacher_returns = evaluate("teacher", teacher, episodes, args.end_e, teacher_temperature)
-        progress.random_returns = evaluate("random", teacher, episodes, epsilon=1.0)
+        progress.teacher_returns = evaluate("teacher", teacher, episodes, args.end_e, acting_temperature)
+        progress.random_returns = evaluate("random", teacher, episodes, epsilon=1.0)  # all its actions are random
         writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
@@ -582,7 +590,7 @@ def main(args: Args) -> None:
     # The evaluation after the last update marks the end of the offline phase.
     if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
         replay = Replay(args.teacher_steps, envs.num_actions, args, device)
-        data_steps = replay.length * args.num_envs
+        data_steps = replay.length * args.num_envs  # teacher_steps, rounded down to steps of all environments
         if progress.teacher_step > 0:
             checkpoint.restore_replay(replay)  # and truncates its episodes
 
@@ -594,7 +602,7 @@ def main(args: Args) -> None:
             for step in progress_bar("teacher data", steps, "step"):
                 teacher_q_values = q_values_of(teacher, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, teacher_temperature)
+                action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, acting_temperature)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
@@ -651,6 +659,7 @@ def main(args: Args) -> None:
             checkpoint.restore_replay(replay)  # and truncates its episodes
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
 
+        # One function of both forward passes, so that a GPU runs them as one CUDA graph.
         def both_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return q_values_of(q_network, observation), q_values_of(teacher, observation)
 
@@ -666,7 +675,8 @@ def main(args: Args) -> None:
             next_step = step + args.num_envs
             q_values, teacher_q_values = both_q_values(observation)
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, 0.0))
+            action = epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, temperature=0.0)
+            action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
             # The student learns while the emulators run. Nothing here synchronises with a GPU.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
@@ -713,7 +723,7 @@ def main(args: Args) -> None:
     final_returns = evaluate("final", q_network, args.eval_episodes, args.end_e)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only the upload and the summary follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

@@ -34,7 +34,6 @@ from cleanrl_utils.tracking import progress_bar, start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
-Model = tuple[nn.Module, Params, float]  # the network, its variables, and the temperature at which it acts
 
 # Gradient steps of one call of `update`, at most. They are compiled into one program, which takes less time.
 UPDATES_PER_CALL = 4
@@ -207,7 +206,7 @@ class TeacherNetwork(nn.Module):
             return outputs
         # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
         probabilities = nn.softmax(outputs.reshape(len(x), self.num_actions, -1))
-        return jnp.sum(probabilities * jnp.array(self.atoms), axis=2)
+        return jnp.sum(probabilities * jnp.array(self.atoms), axis=2)  # @ would compute in TF32 on a GPU
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
@@ -225,7 +224,9 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
     return unflatten_dict(params)
 
 
-def load_model(repo: str, exp_name: str, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32) -> Model:
+def load_model(
+    repo: str, exp_name: str, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32
+) -> tuple[nn.Module, Params, float]:
     """Load a model of any format from a file, a directory or a hub repository.
 
     Args:
@@ -259,6 +260,7 @@ def load_model(repo: str, exp_name: str, num_actions: int, temperature: float, d
                 weights["params/Dense_1/bias"] = temperature * weights.pop("params/actor/bias")
             atoms = weights.pop("atoms", ())
             network = TeacherNetwork(num_actions, dtype, tuple(atoms))
+            # For an error message, which names the closer of the two networks.
             check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=shapes_of(network))
     params = jax.tree.map(jnp.asarray, unflatten_dict(weights, sep="/"))
     return network, params, temperature if is_policy else 0.0
@@ -289,7 +291,7 @@ class Batch(NamedTuple):
     action: jax.Array  # uint8 (B,)
     n_step_return: jax.Array  # float32 (B,), Σ γᵏ r of the rewards before the bootstrap observation
     bootstrap_observation: jax.Array  # uint8 (B, 4, 84, 84)
-    bootstrap_discount: jax.Array  # float32 (B,), γᵐ, or 0 after a termination
+    bootstrap_discount: jax.Array  # float32 (B,), γᵐ after m rewards, or 0 after a termination
     teacher_q_values: jax.Array  # float32 (B, num_actions)
     valid: jax.Array  # bool (B,), False for a final observation: it has a distillation loss and no TD error
 
@@ -406,7 +408,7 @@ class Losses(NamedTuple):
 
 
 def td_target(target_params: Params, q_network: nn.Module, batch: Batch) -> jax.Array:
-    """Compute y = Σ γᵏ r + γᵐ max Q'(s',·), float32 (B,)."""
+    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
     q_values = q_network.apply(target_params, batch.bootstrap_observation)
     return batch.n_step_return + batch.bootstrap_discount * q_values.max(axis=1)
 
@@ -450,7 +452,8 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
     ) -> tuple[TrainState, Losses]:
         """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses."""
         key, *sample_keys = jax.random.split(state.key, len(learning_rates) + 1)
-        # XLA is faster with the targets of all gradient steps first, and slower with one large batch, as PyTorch has.
+        # XLA is faster with all targets first, and slower with one large batch, as in the PyTorch script. The target
+        # network does not change in a call.
         batches = [sample(ring, low, high, args.batch_size, k, args.n_step, args.gamma) for k in sample_keys]
         targets = [td_target(state.target_params, q_network, batch) for batch in batches]
         params = state.params
@@ -486,7 +489,7 @@ def anneal_distillation(
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
-def linear_schedule(start: float, end: float, duration: float, step: float) -> float:
+def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
     """Anneal linearly from ``start`` to ``end`` over ``duration`` steps."""
     if duration <= 0:
         return end
@@ -499,9 +502,11 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     online_rate = args.online_learning_rate or args.learning_rate
     if update < args.offline_steps:
         return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
-    # Online, the rate depends on λ instead of the time: from online_rate at the first λ to final_rate at λ = 0.
-    final_rate = args.final_learning_rate or online_rate
-    return warmup * linear_schedule(final_rate, online_rate, args.distill_coefficient, distill_coefficient)
+    # Online, the rate depends on λ instead of the time.
+    if args.final_learning_rate is None:
+        return warmup * online_rate
+    share = distill_coefficient / args.distill_coefficient  # 1 at the first λ, 0 at λ = 0
+    return warmup * (args.final_learning_rate + (online_rate - args.final_learning_rate) * share)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -532,15 +537,16 @@ def main(args: Args) -> None:
     envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
     teacher_name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
-    model = load_model(repo, teacher_name, envs.num_actions, args.temperature, dtype)
-    teacher, teacher_params, teacher_temperature = model
-    one_step = Replay(args.num_envs, envs.num_actions, args)
-    check_memory(args, one_step, jax.devices()[0], UPDATES_PER_CALL)
+    teacher, teacher_params, acting_temperature = load_model(
+        repo, teacher_name, envs.num_actions, args.temperature, dtype
+    )
+    smallest_replay = Replay(args.num_envs, envs.num_actions, args)  # one step of each environment
+    check_memory(args, smallest_replay, jax.devices()[0], UPDATES_PER_CALL)
 
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
-    target_params = jax.tree.map(jnp.copy, params)  # copied, since `update` overwrites its arguments in place
+    target_params = jax.tree.map(jnp.copy, params)  # `update` donates both, and an array only once
     state = TrainState(params, target_params, optimizer.init(params), key)
     update = make_update(q_network, optimizer, args)
 
@@ -562,14 +568,14 @@ def main(args: Args) -> None:
         return network.apply(params, observation)
 
     def evaluate(
-        name: str, network: nn.Module, params: Params, episodes: int, epsilon: float, temperature: float = 0.0
+        name: str, network: nn.Module, params: Params, episodes: int, epsilon: float, acting_temperature: float = 0.0
     ) -> list[float]:
         """Play whole episodes and return their returns."""
         action_rng = np.random.default_rng(args.seed + 1000)
 
         def act(observation: np.ndarray) -> np.ndarray:
             q_values = np.asarray(q_values_of(network, params, observation))
-            return epsilon_greedy(q_values, epsilon, action_rng, temperature)
+            return epsilon_greedy(q_values, epsilon, action_rng, acting_temperature)
 
         return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_signalled)
 
@@ -577,9 +583,12 @@ def main(args: Args) -> None:
     # A checkpoint is saved before each evaluation, so that a resumed run repeats an interrupted one.
     if not progress.teacher_returns:
         checkpoint.save(progress, parts())
-        acting = (teacher, teacher_params, args.teacher_eval_episodes)
-        progress.teacher_returns = evaluate("teacher", *acting, args.end_e, teacher_temperature)
-        progress.random_returns = evaluate("random", *acting, epsilon=1.0)
+        episodes = args.teacher_eval_episodes
+        progress.teacher_returns = evaluate(
+            "teacher", teacher, teacher_params, episodes, args.end_e, acting_temperature
+        )
+        # At epsilon 1, all its actions are random.
+        progress.random_returns = evaluate("random", teacher, teacher_params, episodes, epsilon=1.0)
         writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
         writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
     teacher_return = float(np.mean(progress.teacher_returns))
@@ -590,7 +599,7 @@ def main(args: Args) -> None:
     # The evaluation after the last update marks the end of the offline phase.
     if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
         replay = Replay(args.teacher_steps, envs.num_actions, args)
-        data_steps = replay.length * args.num_envs
+        data_steps = replay.length * args.num_envs  # teacher_steps, rounded down to steps of all environments
         if progress.teacher_step > 0:
             checkpoint.restore_replay(replay)  # and truncates its episodes
 
@@ -602,7 +611,7 @@ def main(args: Args) -> None:
             for step in progress_bar("teacher data", steps, "step"):
                 teacher_q_values = q_values_of(teacher, teacher_params, observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = epsilon_greedy(np.asarray(teacher_q_values), epsilon, rng, teacher_temperature)
+                action = epsilon_greedy(np.asarray(teacher_q_values), epsilon, rng, acting_temperature)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
@@ -667,7 +676,8 @@ def main(args: Args) -> None:
             q_values = q_values_of(q_network, state.params, observation)
             teacher_q_values = q_values_of(teacher, teacher_params, observation)
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = envs.send(epsilon_greedy(np.asarray(q_values), epsilon, rng, 0.0))
+            action = epsilon_greedy(np.asarray(q_values), epsilon, rng, temperature=0.0)
+            action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
             # The student learns while the emulators run. Nothing here synchronises with a GPU.
             distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
@@ -715,7 +725,7 @@ def main(args: Args) -> None:
     final_returns = evaluate("final", q_network, state.params, args.eval_episodes, args.end_e)
     for i, episodic_return in enumerate(final_returns):
         writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only uploads follow
+    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only the upload and the summary follow
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

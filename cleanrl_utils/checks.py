@@ -86,17 +86,17 @@ def size_problem(args: Any) -> str | None:
     return None
 
 
-def check_memory(args: Any, one_step: Any, device: Any, batches: int = 1) -> None:
+def check_memory(args: Any, smallest_replay: Any, device: Any, batches: int = 1) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
 
-    ``one_step`` is a replay buffer of one step of each environment. ``device`` is of PyTorch or JAX. ``batches`` are
-    sampled at once. The teacher's replay buffer and the student's never exist at once.
+    ``smallest_replay`` is a replay buffer of one step of each environment. ``device`` is of PyTorch or JAX, and
+    ``batches`` are sampled at once. The teacher's replay buffer and the student's never exist at once.
     """
     available = available_memory(device)
-    step_bytes = sum(array.nbytes for array in one_step.ring) / args.num_envs
+    step_bytes = sum(array.nbytes for array in smallest_replay.ring) / args.num_envs
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.
-    transition_bytes = 2 * STACK * one_step.ring.frame.nbytes / args.num_envs * (1 + 4)
+    transition_bytes = 2 * STACK * smallest_replay.ring.frame.nbytes / args.num_envs * (1 + 4)
     samples = batches * args.batch_size * transition_bytes
     sizes = {"batch_size": samples}
     for name in replay_buffers(args):
