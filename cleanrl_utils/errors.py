@@ -5,6 +5,7 @@ import importlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,6 +25,14 @@ def one_line_errors() -> Iterator[None]:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace", line_buffering=True)  # some encodings lack "±"; logs are read live
+    print_traceback = threading.excepthook
+
+    def hide_unwritable(failed: threading.ExceptHookArgs) -> None:
+        # TensorBoard writes in a thread. The next call of its writer raises the error of the thread again.
+        if getattr(failed.exc_value, "errno", None) not in UNWRITABLE:
+            print_traceback(failed)
+
+    threading.excepthook = hide_unwritable
     try:
         yield
     except UserError as error:
@@ -42,6 +51,8 @@ def one_line_errors() -> Iterator[None]:
         problem = f"{error.filename or 'a log'} could not be opened or written ({error.strerror})"
         print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr, flush=True)
         sys.exit(1)
+    finally:
+        threading.excepthook = print_traceback
 
 
 @contextmanager

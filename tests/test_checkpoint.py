@@ -913,7 +913,7 @@ def test_first_checkpoint_comes_before_the_first_phase(
 
 
 def test_full_disk(teacher: Path, tmp_path: Path) -> None:
-    """One line is the last: at the start, before the teacher's evaluation, or later; then the run can be resumed."""
+    """A run ends in one line: at the start, before the teacher's evaluation, or later; then it can be resumed."""
     args = args_of(qdagger, teacher)
     flags = [f"--{name}={value}" for name, value in vars(args).items() if value != getattr(qdagger.Args(), name)]
     flags = [flag.replace("=True", "") for flag in flags]
@@ -926,11 +926,11 @@ def test_full_disk(teacher: Path, tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    # Not the traceback of TensorBoard's thread, which may come before the error.
-    errors = re.findall(r"^(?:limit|error:|exit code|resumed) ?.*", result.stderr, re.MULTILINE)
+    errors = [line for line in result.stderr.splitlines() if "%|" not in line and line.strip()]
     for i, limit in enumerate((0, 3000, 100_000)):
         start, error, end = errors[3 * i : 3 * i + 3]
         assert (start, end) in {(f"limit {limit}", f"exit code {code}") for code in (1, 2)}
+        assert error.startswith("error: ")
         assert "File too large" in error
         assert "make room" in error
     assert errors[9:] == ["resumed 0"]
