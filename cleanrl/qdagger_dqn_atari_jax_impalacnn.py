@@ -306,13 +306,13 @@ class Replay:
         self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, args.num_envs)
         self.ring = Ring(
-            frame=jnp.empty((*shape, 84, 84), jnp.uint8),
-            action=jnp.empty(shape, jnp.uint8),
-            reward=jnp.empty(shape, jnp.float32),
-            terminated=jnp.empty(shape, bool),
-            age=jnp.empty(shape, jnp.int32),
-            valid=jnp.empty(shape, bool),
-            teacher_q_values=jnp.empty((*shape, num_actions), jnp.float32),
+            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
+            action=jnp.zeros(shape, jnp.uint8),
+            reward=jnp.zeros(shape, jnp.float32),
+            terminated=jnp.zeros(shape, bool),
+            age=jnp.zeros(shape, jnp.int32),
+            valid=jnp.zeros(shape, bool),
+            teacher_q_values=jnp.zeros((*shape, num_actions), jnp.float32),
         )
 
     def add(self, observation: np.ndarray, action: np.ndarray, result: Step, teacher_q_values: jax.Array) -> None:
