@@ -129,6 +129,8 @@ class Args:
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
     offline_eval_frequency: int = 100000
     """offline updates between evaluations of the student, which also save it"""
+    online_eval_frequency: int = 500000
+    """online environment steps between evaluations of the student, which also save it"""
     temperature: float = 0.1
     """the temperature of both softmaxes in the distillation loss (CleanRL: 1)"""
     distill_coefficient: float = 1.0
@@ -143,6 +145,7 @@ class Progress:
     teacher_returns: list[float] = field(default_factory=list)
     random_returns: list[float] = field(default_factory=list)
     offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates, a string for JSON
+    online_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of environment steps
 
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
@@ -573,6 +576,14 @@ def main(args: Args) -> None:
 
         return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_signalled)
 
+    def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> list[float]:
+        """Evaluate the student between two updates of a phase, log its mean return, save it and return the returns."""
+        checkpoint.save(progress, parts, replay)
+        returns = evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
+        writer.add_scalar(f"charts/{phase}/avg_episodic_return", np.mean(returns), global_step)
+        save_model(q_network, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
+        return returns
+
     # ==================== evaluate teacher and random policy ====================
     # A checkpoint is saved before each evaluation, so that a resumed run repeats an interrupted one.
     if not progress.teacher_returns:
@@ -617,14 +628,6 @@ def main(args: Args) -> None:
         # ==================== offline: learn from the teacher's data ====================
         update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
 
-        def evaluate_offline(num_updates: int) -> None:
-            """Evaluate the student, log its return and save it."""
-            checkpoint.save(progress, parts, replay)
-            returns = evaluate(f"offline {num_updates}", q_network, args.eval_episodes, args.end_e)
-            progress.offline_returns[str(num_updates)] = returns
-            writer.add_scalar("charts/offline/avg_episodic_return", np.mean(returns), num_updates)
-            save_model(q_network, run_dir / f"{args.exp_name}-offline-{num_updates}.cleanrl_model")
-
         # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
         per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
         steps = range(progress.offline_update, args.offline_steps, per_call)
@@ -632,7 +635,7 @@ def main(args: Args) -> None:
         for step in progress_bar("offline", steps, "update"):
             # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
             if step > 0 and step % args.offline_eval_frequency == 0:
-                evaluate_offline(step)
+                progress.offline_returns[str(step)] = evaluate_student("offline", step, step, replay)
             next_step = min(step + per_call, args.offline_steps)
             learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in range(step, next_step)]
             losses = update(*replay.window, args.distill_coefficient, *learning_rates)
@@ -647,7 +650,8 @@ def main(args: Args) -> None:
                 updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                 writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
             checkpoint.save_if_due(progress, parts, replay)
-        evaluate_offline(args.offline_steps)
+        last = args.offline_steps
+        progress.offline_returns[str(last)] = evaluate_student("offline", last, last, replay)
         update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
         del replay, update  # before the online replay buffer is made: memory holds one of them
         checkpoint.save(progress, parts)
@@ -673,6 +677,8 @@ def main(args: Args) -> None:
         for step in bar:
             global_step = args.offline_steps + step  # offline updates count as steps
             next_step = step + args.num_envs
+            if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
+                progress.online_returns[str(step)] = evaluate_student("online", step, global_step, replay)
             q_values, teacher_q_values = both_q_values(observation)
             epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
             action = epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, temperature=0.0)

@@ -117,6 +117,8 @@ def print_summary(
     rows = {"teacher": progress.teacher_returns, "random policy": progress.random_returns}
     for updates, returns in progress.offline_returns.items():
         rows[f"after {int(updates):,} offline updates"] = returns
+    for steps, returns in progress.online_returns.items():
+        rows[f"after {int(steps):,} online steps"] = returns
     if progress.online_step > 0 or not progress.offline_returns:
         rows[f"after {progress.online_step:,} online steps"] = final_returns
     teacher = np.mean(progress.teacher_returns)
