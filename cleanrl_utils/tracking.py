@@ -1,5 +1,6 @@
 """The logs of a run: its directory, TensorBoard and W&B, the progress bar."""
 
+import importlib.metadata
 import inspect
 import itertools
 import math
@@ -33,6 +34,12 @@ def game_flags(args: Any) -> list[str]:
     sticky = args.repeat_action_probability
     flags = [] if sticky is None else ["--repeat-action-probability", str(sticky)]
     return ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space, *flags]
+
+
+def versions() -> str:
+    """Return the versions of the packages that decide results: ``ale-py 0.12.1, gymnasium 1.4.0, torch 2.13.0``."""
+    packages = ["ale-py", "gymnasium", *(name for name in ("torch", "jax") if name in sys.modules)]
+    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
 
 
 def changed_flags(args: Any) -> list[str]:
@@ -77,7 +84,7 @@ class Writer:
 
     def add_flags(self, args: Any) -> None:
         """Log the flags as a Markdown table (tab TEXT, as CleanRL does), with the command, and in the tab HPARAMS."""
-        flags = vars(args) | {"command": shlex.join(["python", *sys.argv])}
+        flags = vars(args) | {"command": shlex.join(["python", *sys.argv]), "versions": versions()}
         # A path may have bytes that are not UTF-8, which an event file can't hold.
         texts = {key: str(value).encode(errors="backslashreplace").decode() for key, value in flags.items()}
         rows = "\n".join(f"|{key}|{text}|" for key, text in texts.items())
