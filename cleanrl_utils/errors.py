@@ -4,6 +4,8 @@ import errno
 import importlib
 import io
 import os
+import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -76,6 +78,11 @@ def one_line(error: BaseException) -> str:
 def flag(name: str) -> str:
     """Return the spelling of a field on the command line: ``total_timesteps`` → ``--total-timesteps``."""
     return "--" + name.replace("_", "-")
+
+
+def shell_command(words: list[str]) -> str:
+    """Join the words of a command so that it can be pasted into a shell: cmd.exe or PowerShell on Windows."""
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
 
 
 def require_packages(what: str, *modules: str) -> None:
