@@ -11,6 +11,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import copy
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,18 +21,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_memory
+from cleanrl_utils.checks import check_args, check_finite, check_memory, fitting_num_envs
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import play_episodes
+from cleanrl_utils.evaluation import film_episode, play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import progress_bar, start_logging
+from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
 LOG_EVERY = 100  # environment steps
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1  # of an environment step in the replay buffer
 
 
 @dataclass
@@ -57,9 +60,9 @@ class Args:
     wandb_entity: str | None = None
     """the entity (team) of wandb's project"""
     capture_video: bool = False
-    """whether to film an episode after the final evaluation (check out the `videos` folder)"""
+    """whether to film an episode after each evaluation (check out the `videos` folder)"""
     save_model: bool = True
-    """whether to save the model into the `runs/{run_name}` folder"""
+    """whether to save the final model into the `runs/{run_name}` folder (those of earlier evaluations always are)"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: str = ""
@@ -68,18 +71,22 @@ class Args:
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: float = 10
     """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
+
+    # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
     full_action_space: bool = False
     """if toggled, the game is played with all 18 actions of the console"""
+    num_envs: int = 16
+    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
+
+    # DQN
     total_timesteps: int = 10000000
     """environment steps (4 frames each)"""
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
-    num_envs: int = 16
-    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
     buffer_size: int = 1000000
     """environment steps in the replay buffer, 7.1 kB each"""
     gamma: float = 0.99
@@ -95,7 +102,7 @@ class Args:
     start_e: float = 1.0
     """the starting epsilon for exploration"""
     end_e: float = 0.01
-    """the ending epsilon for exploration, and the epsilon of the evaluation"""
+    """the ending epsilon for exploration, and the epsilon of evaluations"""
     exploration_fraction: float = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
     learning_starts: int = 80000
@@ -103,7 +110,9 @@ class Args:
     train_frequency: int = 4
     """the environment steps per update"""
     eval_episodes: int = 10
-    """episodes of the final evaluation"""
+    """episodes of each evaluation"""
+    eval_frequency: int = 500000
+    """environment steps between evaluations, which also save the model"""
 
 
 @dataclass
@@ -111,6 +120,7 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     step: int = 0  # environment steps
+    update: int = 0
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
 
 
@@ -147,7 +157,7 @@ class Ring(NamedTuple):
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
     terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no reward
+    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no action
 
 
 class Batch(NamedTuple):
@@ -158,7 +168,6 @@ class Batch(NamedTuple):
     n_step_return: torch.Tensor  # float32 (B,), Σ γᵏ r of the rewards before the bootstrap observation
     bootstrap_observation: torch.Tensor  # uint8 (B, 4, 84, 84)
     bootstrap_discount: torch.Tensor  # float32 (B,), γᵐ after m rewards, or 0 after a termination
-    valid: torch.Tensor  # bool (B,), False for a final observation, which has no TD error
 
 
 class Replay:
@@ -213,7 +222,6 @@ def sample(
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
-    # If all 8 are invalid, the sample is a final observation, which has no TD error.
     candidates = (8, batch_size)
     fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
     t = low + (fraction * (high - low)).long()
@@ -221,6 +229,8 @@ def sample(
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
+    # If all 8 are final observations, the step before the first of them is a transition.
+    t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
 
@@ -245,7 +255,6 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
         n_step_return=n_step_return,
         bootstrap_observation=stack_frames(ring, t + m, env),
         bootstrap_discount=gamma**m * ~terminated,
-        valid=ring.valid[slot, env],
     )
 
 
@@ -273,7 +282,7 @@ def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
 def dqn_loss(q_network: nn.Module, y: torch.Tensor, batch: Batch) -> Losses:
     """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
     q_of_action = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
-    return Losses(torch.mean((q_of_action - y) ** 2 * batch.valid), q_of_action.mean())
+    return Losses(F.mse_loss(q_of_action, y), q_of_action.mean())
 
 
 def make_update(
@@ -326,7 +335,8 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    args = check_args(args)  # fewer environments, if a buffer or the run is too small
+    check_args(args)
+    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     device, bf16 = set_up_torch(args.cuda, args.bf16)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -335,99 +345,116 @@ def main(args: Args) -> None:
     generator = torch.Generator(device).manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
 
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
-    smallest_replay = Replay(args.num_envs, args, device)  # one step of each environment
-    check_memory(args, smallest_replay, device)
+    make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
+    envs = make_envs(num_envs=args.num_envs, seed=args.seed)
+    check_memory(args, STEP_BYTES, device)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir  # runs/{run_name}, a new one or that of --resume
-    writer = start_logging(args, run_dir)
-    parts = {
-        "q_network": q_network,
-        "target_network": target_network,
-        "optimizer": optimizer,
-        "generator": generator,
-        "rng": rng,
-        "writer": writer,
-    }
-    progress = checkpoint.restore(Progress(), parts)  # in a new run, both stay as they are
-    checkpoint.handle_signals()
+    writer = start_logging(args)  # TensorBoard and W&B, in a new directory runs/{run_name} or in that of --resume
+    run_dir = writer.run_dir
+    progress = Progress()
+    checkpoint = Checkpoint(
+        args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
+        generator=generator, rng=rng, writer=writer,
+    )  # fmt: skip
+    checkpoint.restore()  # in a new run, all of these stay as they are
 
     @torch.no_grad()
     def q_values_of(observation: torch.Tensor) -> torch.Tensor:
         with autocast:
             return q_network(observation)
 
-    # ==================== training ====================
-    if progress.step < args.total_timesteps:
-        replay = Replay(args.buffer_size, args, device)
-        if progress.step > 0:
-            checkpoint.restore_replay(replay)  # and truncates its episodes
-        update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-        losses = None
-        exploration_steps = args.exploration_fraction * args.total_timesteps
-        observation = to_device(envs.reset((args.seed, progress.step)), device)
-        steps = range(progress.step, args.total_timesteps, args.num_envs)
-        bar = progress_bar("training", steps, "step")
-        start_time = time.perf_counter()
-        for global_step in bar:
-            next_step = global_step + args.num_envs
-            q_values = q_values_of(observation).cpu().numpy()
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = epsilon_greedy(q_values, epsilon, rng)
-            action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
+    def evaluate(name: str) -> list[float]:
+        """Play whole episodes and return their returns."""
+        seed = args.seed + 1000  # other episodes than those of the training
+        action_rng = np.random.default_rng(seed)
 
-            # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
-            low, high = replay.window
-            if global_step >= args.learning_starts and high > low:
-                for _ in range(times_due(global_step, next_step, args.train_frequency)):
-                    losses = update(low, high)
-                for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                    update_target(target_network, q_network, args.tau)
+        def act(observation: np.ndarray) -> np.ndarray:
+            q_values = q_values_of(to_device(observation, device)).cpu().numpy()
+            return epsilon_greedy(q_values, args.end_e, action_rng)
 
-            result = envs.recv()
-            replay.add(observation, action, result)
-            observation = to_device(result.observation, device)
+        with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
+            returns = play_episodes(name, act, args.eval_episodes, make_envs, seed)
+            if args.capture_video:
+                film_episode(act, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
+        return returns
 
-            progress.step = next_step
-            if times_due(global_step, next_step, LOG_EVERY):
-                sps = (next_step - steps.start) / (time.perf_counter() - start_time)
-                writer.add_scalar("charts/SPS", int(sps), global_step)
-                writer.add_scalar("charts/epsilon", epsilon, global_step)
-                if losses is not None:
+    with checkpoint:  # a signal stops the run after a checkpoint
+        # ==================== training ====================
+        if progress.step < args.total_timesteps:
+            replay = Replay(args.buffer_size, args, device)
+            if progress.step > 0:
+                checkpoint.restore_replay(replay)  # and truncates its episodes
+            update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+            exploration_steps = args.exploration_fraction * args.total_timesteps
+            updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
+            observation = to_device(envs.reset((args.seed, progress.step)), device)
+            steps = range(progress.step, args.total_timesteps, args.num_envs)
+            bar = ProgressBar("training", steps, "step")
+            start_time = time.perf_counter()
+            for global_step in bar:
+                next_step = global_step + args.num_envs
+                # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+                if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
+                    check_finite(q_network.parameters())
+                    checkpoint.save(replay)
+                    mean_return = np.mean(evaluate(f"online {global_step}"))
+                    writer.add_scalar("charts/online/avg_episodic_return", mean_return, global_step)
+                    save_model(q_network, run_dir / f"{args.exp_name}-online-{global_step}.cleanrl_model")
+                q_values = q_values_of(observation).cpu().numpy()
+                epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+                action = epsilon_greedy(q_values, epsilon, rng)
+                action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
+
+                # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
+                low, high = replay.window
+                updates_before = progress.update
+                if global_step >= args.learning_starts and high > low:
+                    for _ in range(times_due(global_step, next_step, args.train_frequency)):
+                        losses = update(low, high)
+                        progress.update += 1
+                    for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
+                        update_target(target_network, q_network, args.tau)
+
+                result = envs.recv()
+                replay.add(observation, action, result)
+                observation = to_device(result.observation, device)
+
+                progress.step = next_step
+                if times_due(global_step, next_step, LOG_EVERY):
+                    sps = (next_step - steps.start) / (time.perf_counter() - start_time)
+                    writer.add_scalar("charts/SPS", int(sps), global_step)
+                    writer.add_scalar("charts/epsilon", epsilon, global_step)
+                if times_due(updates_before, progress.update, updates_per_log):
+                    check_finite(q_network.parameters())
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-            for env, episodic_return, length in result.episodes:
-                progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
-                # increasing steps, so these come after the points of `global_step`.
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
-                writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-            checkpoint.save_if_due(progress, parts, replay)
-    envs.close()
+                for env, episodic_return, length in result.episodes:
+                    progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                    # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
+                    # increasing steps, so these come after the points of `global_step`.
+                    writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                    writer.add_scalar("charts/episodic_length", length, global_step + env)
+                    bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
+                checkpoint.save_if_due(replay)
+        envs.close()
 
-    # ==================== save, evaluate, upload ====================
-    checkpoint.save(progress, parts)  # first, since it refuses weights that are NaN
-    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if args.save_model:
-        save_model(q_network, model_path)
-        print(f"model saved to {model_path}")
-    action_rng = np.random.default_rng(args.seed + 1000)
+        # ==================== save and evaluate ====================
+        check_finite(q_network.parameters())
+        checkpoint.save()
+        model_path = run_dir / f"{args.exp_name}.cleanrl_model"
+        if args.save_model:
+            save_model(q_network, model_path)
+            print(f"model saved to {model_path}")
+        final_returns = evaluate("final")
+        for i, episodic_return in enumerate(final_returns):
+            writer.add_scalar("eval/episodic_return", episodic_return, progress.step + i)
 
-    def act(observation: np.ndarray) -> np.ndarray:
-        q_values = q_values_of(to_device(observation, device)).cpu().numpy()
-        return epsilon_greedy(q_values, args.end_e, action_rng)
-
-    final_returns = play_episodes("evaluation", act, args.eval_episodes, args, run_dir, checkpoint.exit_if_signalled)
-    for i, episodic_return in enumerate(final_returns):
-        writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only the upload follows
+    # ==================== upload ====================
     writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)

@@ -11,6 +11,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import copy
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,15 +26,15 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_memory
+from cleanrl_utils.checks import check_args, check_finite, check_memory, fitting_num_envs
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import play_episodes, print_summary
+from cleanrl_utils.evaluation import film_episode, play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
 from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import progress_bar, start_logging
+from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
 # Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
 # one CUDA graph: both take less time than step by step.
@@ -66,7 +67,7 @@ class Args:
     capture_video: bool = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
     save_model: bool = True
-    """whether to save the final model into the `runs/{run_name}` folder (models of the offline phase always are)"""
+    """whether to save the final model into the `runs/{run_name}` folder (those of earlier evaluations always are)"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: str = ""
@@ -75,24 +76,22 @@ class Args:
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: float = 10
     """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
+
+    # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
     full_action_space: bool = False
     """if toggled, the game is played with all 18 actions of the console, for a teacher that was trained with them"""
+    num_envs: int = 16
+    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
+
+    # DQN
     total_timesteps: int = 10000000
     """environment steps (4 frames each) of the online phase; 0 ends the run after the offline phase"""
     learning_rate: float = 1e-4
     """the learning rate of the optimizer"""
-    online_learning_rate: float | None = None
-    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default constant"""
-    final_learning_rate: float | None = None
-    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
-    warmup_updates: int = 0
-    """updates of linear learning rate warmup; try 300 with a large learning rate"""
-    num_envs: int = 16
-    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
     buffer_size: int = 1000000
     """environment steps in the online replay buffer, 7.1 kB each"""
     gamma: float = 0.99
@@ -115,8 +114,8 @@ class Args:
     """environment steps of the online phase before the first update"""
     train_frequency: int = 4
     """the online environment steps per update"""
-    eval_episodes: int = 10
-    """episodes of each evaluation of the student"""
+
+    # QDagger
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
@@ -127,26 +126,32 @@ class Args:
     """environment steps of the teacher, which fill the teacher's replay buffer"""
     offline_steps: int = 500000
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
-    offline_eval_frequency: int = 100000
-    """offline updates between evaluations of the student, which also save it"""
-    online_eval_frequency: int = 500000
-    """online environment steps between evaluations of the student, which also save it"""
     temperature: float = 0.1
     """the temperature of both softmaxes in the distillation loss (CleanRL: 1)"""
     distill_coefficient: float = 1.0
     """λ, the weight of the distillation loss, before it is annealed; 0 trains without this loss"""
+    online_learning_rate: float | None = None
+    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default constant"""
+    final_learning_rate: float | None = None
+    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
+    warmup_updates: int = 0
+    """updates of linear learning rate warmup; try 300 with a large learning rate"""
+
+    # Evaluations of the student
+    eval_episodes: int = 10
+    """episodes of each evaluation of the student"""
+    offline_eval_frequency: int = 100000
+    """offline updates between evaluations of the student, which also save it"""
+    online_eval_frequency: int = 500000
+    """online environment steps between evaluations of the student, which also save it"""
 
 
 @dataclass
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
-    # Episodic returns of evaluations; empty before them.
-    teacher_returns: list[float] = field(default_factory=list)
-    random_returns: list[float] = field(default_factory=list)
-    offline_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of updates, a string for JSON
-    online_returns: dict[str, list[float]] = field(default_factory=dict)  # by the number of environment steps
-
+    returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
+    offline_finished: bool = False
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
@@ -229,12 +234,11 @@ class TeacherNetwork(nn.Module):
             return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
 
 
-def load_model(repo: str, exp_name: str, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
-    """Load a model of any format from a file, a directory or a hub repository.
+def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
+    """Load a model file of any format.
 
     Args:
-        repo: the file, the directory or, if nothing has this path, the name of the hub repository.
-        exp_name: the name of the file in a directory or repository, without .cleanrl_model or .zip.
+        path: the file.
         num_actions: the number of actions of the game.
         temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
 
@@ -244,7 +248,6 @@ def load_model(repo: str, exp_name: str, num_actions: int, temperature: float) -
     Raises:
         UserError: no model is found, or it is not of a network in this script.
     """
-    path = find_model(repo, exp_name)
     network = QNetwork(num_actions)
     own = network.state_dict()
     is_policy = False
@@ -276,7 +279,7 @@ class Ring(NamedTuple):
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
     terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no reward
+    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no action
     teacher_q_values: torch.Tensor  # float32 (L, N, num_actions), computed once: a step is sampled often
 
 
@@ -289,7 +292,11 @@ class Batch(NamedTuple):
     bootstrap_observation: torch.Tensor  # uint8 (B, 4, 84, 84)
     bootstrap_discount: torch.Tensor  # float32 (B,), γᵐ after m rewards, or 0 after a termination
     teacher_q_values: torch.Tensor  # float32 (B, num_actions)
-    valid: torch.Tensor  # bool (B,), False for a final observation: it has a distillation loss and no TD error
+
+
+def step_bytes(num_actions: int) -> int:
+    """Return the bytes of an environment step in a replay buffer."""
+    return 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions
 
 
 class Replay:
@@ -346,7 +353,6 @@ def sample(
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
-    # If all 8 are invalid, the sample is a final observation, which has a distillation loss and no TD error.
     candidates = (8, batch_size)
     fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
     t = low + (fraction * (high - low)).long()
@@ -354,6 +360,8 @@ def sample(
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
+    # If all 8 are final observations, the step before the first of them is a transition.
+    t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
 
@@ -379,7 +387,6 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
         bootstrap_observation=stack_frames(ring, t + m, env),
         bootstrap_discount=gamma**m * ~terminated,
         teacher_q_values=ring.teacher_q_values[slot, env],
-        valid=ring.valid[slot, env],
     )
 
 
@@ -417,7 +424,7 @@ def qdagger_loss(
     """
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
-    td_loss = torch.mean((q_of_action - y) ** 2 * batch.valid)
+    td_loss = F.mse_loss(q_of_action, y)
     student_log_policy = F.log_softmax(q_values / temperature, dim=1)
     teacher_log_policy = F.log_softmax(batch.teacher_q_values / temperature, dim=1)
     kl = torch.sum(torch.exp(teacher_log_policy) * (teacher_log_policy - student_log_policy), dim=1)
@@ -434,9 +441,9 @@ def make_update(
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
-        """Make a gradient step for each learning rate, on transitions of steps [low, high); return the last losses.
+        """Make as many gradient steps as there are learning rates, on transitions of steps [low, high).
 
-        In a CUDA graph all arguments are tensors.
+        Return the losses of the last one. In a CUDA graph all arguments are tensors.
         """
         num_transitions = len(learning_rates) * args.batch_size
         batches = sample(ring, low, high, num_transitions, generator, args.n_step, args.gamma)
@@ -519,7 +526,8 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    args = check_args(args)  # fewer environments, if a buffer or the run is too small
+    check_args(args)
+    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     device, bf16 = set_up_torch(args.cuda, args.bf16)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
@@ -527,16 +535,17 @@ def main(args: Args) -> None:
     generator = torch.Generator(device).manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
 
-    envs = AtariEnvs(args.env_id, args.num_envs, args.seed, args.repeat_action_probability, args.full_action_space)
+    make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
+    envs = make_envs(num_envs=args.num_envs, seed=args.seed)
     teacher_name = args.teacher_model_exp_name
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
-    teacher, acting_temperature = load_model(repo, teacher_name, envs.num_actions, args.temperature)
+    teacher_path = find_model(repo, teacher_name)
+    teacher, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature)
     teacher.to(device, memory_format=torch.channels_last)
     if bf16 and isinstance(teacher, TeacherNetwork):
         # The teacher's weights never change: cast once, not in each forward pass. autocast casts those of a QNetwork.
         teacher.network[:-1].to(torch.bfloat16)
-    smallest_replay = Replay(args.num_envs, envs.num_actions, args, device)  # one step of each environment
-    check_memory(args, smallest_replay, device, UPDATES_PER_CALL)
+    check_memory(args, step_bytes(envs.num_actions), device, UPDATES_PER_CALL)
 
     torch.manual_seed(args.seed)  # here, since load_model draws random weights too
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
@@ -545,198 +554,197 @@ def main(args: Args) -> None:
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    checkpoint = Checkpoint(args)
-    run_dir = checkpoint.run_dir  # runs/{run_name}, a new one or that of --resume
-    writer = start_logging(args, run_dir)
-    parts = {
-        "q_network": q_network,
-        "target_network": target_network,
-        "optimizer": optimizer,
-        "generator": generator,
-        "rng": rng,
-        "writer": writer,
-    }
-    progress = checkpoint.restore(Progress(), parts)  # in a new run, both stay as they are
-    checkpoint.handle_signals()
+    writer = start_logging(args)  # TensorBoard and W&B, in a new directory runs/{run_name} or in that of --resume
+    run_dir = writer.run_dir
+    progress = Progress()
+    checkpoint = Checkpoint(
+        args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
+        generator=generator, rng=rng, writer=writer, teacher=teacher_path,
+    )  # fmt: skip
+    checkpoint.restore()  # in a new run, all of these stay as they are
 
     @torch.no_grad()
     def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
         with autocast:
             return network(observation)
 
-    def evaluate(
-        name: str, network: nn.Module, episodes: int, epsilon: float, acting_temperature: float = 0.0
-    ) -> list[float]:
-        """Play whole episodes and return their returns."""
-        action_rng = np.random.default_rng(args.seed + 1000)
+    def evaluate(name: str, network: nn.Module, episodes: int, epsilon: float, temperature: float = 0.0) -> None:
+        """Play whole episodes, and keep their returns as ``progress.returns[name]``."""
+        seed = args.seed + 1000  # other episodes than those of the training
+        action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
             q_values = q_values_of(network, to_device(observation, device)).cpu().numpy()
-            return epsilon_greedy(q_values, epsilon, action_rng, acting_temperature)
+            return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        return play_episodes(name, act, episodes, args, run_dir, checkpoint.exit_if_signalled)
+        with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
+            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed)
+            if args.capture_video:
+                film_episode(act, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
 
-    def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> list[float]:
-        """Evaluate the student between two updates of a phase, log its mean return, save it and return the returns."""
-        checkpoint.save(progress, parts, replay)
-        returns = evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
-        writer.add_scalar(f"charts/{phase}/avg_episodic_return", np.mean(returns), global_step)
+    def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
+        """Evaluate the student during a phase, log its mean return and save it."""
+        check_finite(q_network.parameters())
+        checkpoint.save(replay)
+        evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
+        mean_return = np.mean(progress.returns[f"{phase} {step}"])
+        writer.add_scalar(f"charts/{phase}/avg_episodic_return", mean_return, global_step)
         save_model(q_network, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
-        return returns
 
-    # ==================== evaluate teacher and random policy ====================
-    # A checkpoint is saved before each evaluation, so that a resumed run repeats an interrupted one.
-    if not progress.teacher_returns:
-        checkpoint.save(progress, parts)
-        episodes = args.teacher_eval_episodes
-        progress.teacher_returns = evaluate("teacher", teacher, episodes, args.end_e, acting_temperature)
-        progress.random_returns = evaluate("random", teacher, episodes, epsilon=1.0)  # all its actions are random
-        writer.add_scalar("charts/teacher/avg_episodic_return", np.mean(progress.teacher_returns), 0)
-        writer.add_scalar("charts/random/avg_episodic_return", np.mean(progress.random_returns), 0)
-    teacher_return = float(np.mean(progress.teacher_returns))
-    random_return = float(np.mean(progress.random_returns))
-    if teacher_return <= random_return:
-        print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than the random policy ({random_return:.1f})")
+    with checkpoint:  # a signal stops the run after a checkpoint
+        # ==================== evaluate teacher and random policy ====================
+        if "random" not in progress.returns:
+            checkpoint.save()
+            evaluate("teacher", teacher, args.teacher_eval_episodes, args.end_e, teacher_temperature)
+            evaluate("random", teacher, args.teacher_eval_episodes, epsilon=1.0)  # all its actions are random
+            for name in ("teacher", "random"):
+                writer.add_scalar(f"charts/{name}/avg_episodic_return", np.mean(progress.returns[name]), 0)
+        teacher_return = float(np.mean(progress.returns["teacher"]))
+        random_return = float(np.mean(progress.returns["random"]))
+        if teacher_return <= random_return:
+            print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than random actions ({random_return:.1f})")
 
-    # The evaluation after the last update marks the end of the offline phase.
-    if args.offline_steps > 0 and str(args.offline_steps) not in progress.offline_returns:
-        replay = Replay(args.teacher_steps, envs.num_actions, args, device)
-        data_steps = replay.length * args.num_envs  # teacher_steps, rounded down to steps of all environments
-        if progress.teacher_step > 0:
-            checkpoint.restore_replay(replay)  # and truncates its episodes
+        if args.offline_steps > 0 and not progress.offline_finished:
+            replay = Replay(args.teacher_steps, envs.num_actions, args, device)
+            data_steps = replay.length * args.num_envs  # teacher_steps, rounded down to steps of all environments
+            if progress.teacher_step > 0:
+                checkpoint.restore_replay(replay)  # and truncates its episodes
 
-        # ==================== teacher data ====================
-        if progress.teacher_step < data_steps:
-            observation = to_device(envs.reset((args.seed, progress.teacher_step)), device)
-            steps = range(progress.teacher_step, data_steps, args.num_envs)
+            # ==================== teacher data ====================
+            if progress.teacher_step < data_steps:
+                observation = to_device(envs.reset((args.seed, progress.teacher_step)), device)
+                steps = range(progress.teacher_step, data_steps, args.num_envs)
+                start_time = time.perf_counter()
+                for step in ProgressBar("teacher data", steps, "step"):
+                    teacher_q_values = q_values_of(teacher, observation)
+                    epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
+                    action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, teacher_temperature)
+                    action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
+                    result = envs.recv()
+                    replay.add(observation, action, result, teacher_q_values)
+                    observation = to_device(result.observation, device)
+
+                    progress.teacher_step = step + args.num_envs
+                    checkpoint.save_if_due(replay)
+                sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
+                writer.add_scalar("charts/teacher/SPS", int(sps), 0)
+                checkpoint.save(replay)
+
+            # ==================== offline: learn from the teacher's data ====================
+            update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+            # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
+            per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
+            steps = range(progress.offline_update, args.offline_steps, per_call)
             start_time = time.perf_counter()
-            for step in progress_bar("teacher data", steps, "step"):
-                teacher_q_values = q_values_of(teacher, observation)
-                epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, acting_temperature)
+            for step in ProgressBar("offline", steps, "update"):
+                # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+                if step > 0 and step % args.offline_eval_frequency == 0:
+                    evaluate_student("offline", step, step, replay)
+                next_step = min(step + per_call, args.offline_steps)
+                learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in range(step, next_step)]
+                losses = update(*replay.window, args.distill_coefficient, *learning_rates)
+                if next_step % args.target_network_frequency == 0:
+                    update_target(target_network, q_network, args.tau)
+
+                progress.offline_update = next_step
+                if next_step % LOG_EVERY == 0:  # reading a value synchronises with the GPU
+                    check_finite(q_network.parameters())
+                    writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
+                    writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
+                    writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
+                    updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
+                    writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
+                checkpoint.save_if_due(replay)
+            evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
+            update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
+            progress.offline_finished = True
+            del replay, update  # before the online replay buffer is made: memory holds one of them
+            checkpoint.save()
+
+        # ==================== online: learn from the student's own data ====================
+        if progress.online_step < args.total_timesteps:
+            replay = Replay(args.buffer_size, envs.num_actions, args, device)
+            if progress.online_step > 0:
+                checkpoint.restore_replay(replay)  # and truncates its episodes
+            update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
+
+            # One function of both forward passes, so that a GPU runs them as one CUDA graph.
+            def both_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                return q_values_of(q_network, observation), q_values_of(teacher, observation)
+
+            both_q_values = cuda_graph(both_q_values, generator, args.cuda_graph and device.type == "cuda")
+            exploration_steps = args.exploration_fraction * args.total_timesteps
+            updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
+            observation = to_device(envs.reset((args.seed, progress.online_step)), device)
+            steps = range(progress.online_step, args.total_timesteps, args.num_envs)
+            bar = ProgressBar("online", steps, "step")
+            start_time = time.perf_counter()
+            for step in bar:
+                global_step = args.offline_steps + step  # offline updates count as steps
+                next_step = step + args.num_envs
+                if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
+                    evaluate_student("online", step, global_step, replay)
+                q_values, teacher_q_values = both_q_values(observation)
+                epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
+                action = epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, temperature=0.0)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
+
+                # The student learns while the emulators run. Nothing here synchronises with a GPU.
+                distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
+                low, high = replay.window
+                updates_before = progress.online_update
+                if step >= args.learning_starts and high > low:
+                    progress.online_update += times_due(step, next_step, args.train_frequency)
+                    updates = range(args.offline_steps + updates_before, args.offline_steps + progress.online_update)
+                    learning_rates = [learning_rate_at(i, distill_coefficient, args) for i in updates]
+                    for i in range(0, len(updates), UPDATES_PER_CALL):
+                        losses = update(low, high, distill_coefficient, *learning_rates[i : i + UPDATES_PER_CALL])
+                    for _ in range(times_due(step, next_step, args.target_network_frequency)):
+                        update_target(target_network, q_network, args.tau)
+
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
                 observation = to_device(result.observation, device)
 
-                progress.teacher_step = step + args.num_envs
-                checkpoint.save_if_due(progress, parts, replay)
-            sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
-            writer.add_scalar("charts/teacher/SPS", int(sps), 0)
-            checkpoint.save(progress, parts, replay)
-
-        # ==================== offline: learn from the teacher's data ====================
-        update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-
-        # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
-        per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
-        steps = range(progress.offline_update, args.offline_steps, per_call)
-        start_time = time.perf_counter()
-        for step in progress_bar("offline", steps, "update"):
-            # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
-            if step > 0 and step % args.offline_eval_frequency == 0:
-                progress.offline_returns[str(step)] = evaluate_student("offline", step, step, replay)
-            next_step = min(step + per_call, args.offline_steps)
-            learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in range(step, next_step)]
-            losses = update(*replay.window, args.distill_coefficient, *learning_rates)
-            if next_step % args.target_network_frequency == 0:
-                update_target(target_network, q_network, args.tau)
-
-            progress.offline_update = next_step
-            if next_step % LOG_EVERY == 0:  # reading a loss synchronises with the GPU
-                writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
-                writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
-                writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
-                updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
-                writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-            checkpoint.save_if_due(progress, parts, replay)
-        last = args.offline_steps
-        progress.offline_returns[str(last)] = evaluate_student("offline", last, last, replay)
-        update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
-        del replay, update  # before the online replay buffer is made: memory holds one of them
-        checkpoint.save(progress, parts)
-
-    # ==================== online: learn from the student's own data ====================
-    if progress.online_step < args.total_timesteps:
-        replay = Replay(args.buffer_size, envs.num_actions, args, device)
-        if progress.online_step > 0:
-            checkpoint.restore_replay(replay)  # and truncates its episodes
-        update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-
-        # One function of both forward passes, so that a GPU runs them as one CUDA graph.
-        def both_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return q_values_of(q_network, observation), q_values_of(teacher, observation)
-
-        both_q_values = cuda_graph(both_q_values, generator, args.cuda_graph and device.type == "cuda")
-        losses = None
-        exploration_steps = args.exploration_fraction * args.total_timesteps
-        observation = to_device(envs.reset((args.seed, progress.online_step)), device)
-        steps = range(progress.online_step, args.total_timesteps, args.num_envs)
-        bar = progress_bar("online", steps, "step")
-        start_time = time.perf_counter()
-        for step in bar:
-            global_step = args.offline_steps + step  # offline updates count as steps
-            next_step = step + args.num_envs
-            if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
-                progress.online_returns[str(step)] = evaluate_student("online", step, global_step, replay)
-            q_values, teacher_q_values = both_q_values(observation)
-            epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-            action = epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, temperature=0.0)
-            action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
-
-            # The student learns while the emulators run. Nothing here synchronises with a GPU.
-            distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-            low, high = replay.window
-            if step >= args.learning_starts and high > low:
-                due = times_due(step, next_step, args.train_frequency)
-                first = args.offline_steps + progress.online_update
-                learning_rates = [learning_rate_at(first + i, distill_coefficient, args) for i in range(due)]
-                for i in range(0, due, UPDATES_PER_CALL):
-                    losses = update(low, high, distill_coefficient, *learning_rates[i : i + UPDATES_PER_CALL])
-                progress.online_update += due
-                for _ in range(times_due(step, next_step, args.target_network_frequency)):
-                    update_target(target_network, q_network, args.tau)
-
-            result = envs.recv()
-            replay.add(observation, action, result, teacher_q_values)
-            observation = to_device(result.observation, device)
-
-            progress.online_step = next_step
-            if times_due(step, next_step, LOG_EVERY):
-                sps = (next_step - steps.start) / (time.perf_counter() - start_time)
-                writer.add_scalar("charts/SPS", int(sps), global_step)
-                writer.add_scalar("charts/epsilon", epsilon, global_step)
-                writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-                if losses is not None:
+                progress.online_step = next_step
+                if times_due(step, next_step, LOG_EVERY):
+                    sps = (next_step - steps.start) / (time.perf_counter() - start_time)
+                    writer.add_scalar("charts/SPS", int(sps), global_step)
+                    writer.add_scalar("charts/epsilon", epsilon, global_step)
+                    writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
+                if times_due(updates_before, progress.online_update, updates_per_log):
+                    check_finite(q_network.parameters())
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-            for env, episodic_return, length in result.episodes:
-                progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
-                # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
-                # increasing steps, so these come after the points of `global_step`.
-                writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
-                writer.add_scalar("charts/episodic_length", length, global_step + env)
-                bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-            checkpoint.save_if_due(progress, parts, replay)
-    envs.close()
+                for env, episodic_return, length in result.episodes:
+                    progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                    # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
+                    # increasing steps, so these come after the points of `global_step`.
+                    writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
+                    writer.add_scalar("charts/episodic_length", length, global_step + env)
+                    bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
+                checkpoint.save_if_due(replay)
+        envs.close()
 
-    # ==================== save, evaluate, upload ====================
-    checkpoint.save(progress, parts)  # first, since it refuses weights that are NaN
-    model_path = run_dir / f"{args.exp_name}.cleanrl_model"
-    if args.save_model:
-        save_model(q_network, model_path)
-        print(f"model saved to {model_path}")
-    final_returns = evaluate("final", q_network, args.eval_episodes, args.end_e)
-    for i, episodic_return in enumerate(final_returns):
-        writer.add_scalar("eval/episodic_return", episodic_return, i)
-    checkpoint.release_signals()  # from here on, Ctrl-C ends the run at once: only the upload and the summary follow
+        # ==================== save and evaluate ====================
+        check_finite(q_network.parameters())
+        checkpoint.save()
+        model_path = run_dir / f"{args.exp_name}.cleanrl_model"
+        if args.save_model:
+            save_model(q_network, model_path)
+            print(f"model saved to {model_path}")
+        evaluate("final", q_network, args.eval_episodes, args.end_e)
+        for i, episodic_return in enumerate(progress.returns["final"]):
+            writer.add_scalar("eval/episodic_return", episodic_return, args.offline_steps + progress.online_step + i)
+
+    # ==================== upload and summarise ====================
     writer.close()
     if args.upload_model:
-        upload_model(args, run_dir, model_path, final_returns)
+        upload_model(args, run_dir, model_path, progress.returns["final"])
     checkpoint.finish()
     draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress, final_returns, distill_coefficient)
+    print_summary(args, run_dir, progress.returns, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Checks of flags, sizes and memory, which find a user's error before a long phase starts."""
 
-import dataclasses
 import math
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from typing import Any
 
 from cleanrl_utils.device import available_memory
@@ -26,12 +26,8 @@ BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}  
 PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}  # modules that only a flag needs
 
 
-def check_args(args: Any) -> Any:
-    """Check the flags of any of the scripts; raise a UserError if they can't be used.
-
-    Returns:
-        The flags, with ``num_envs`` halved until the sizes leave room for so many environments.
-    """
+def check_args(args: Any) -> None:
+    """Raise a UserError if the flags of a script can't be used."""
     for names, low, high in LIMITS:
         for name in names.split():
             value = getattr(args, name, None)
@@ -50,15 +46,26 @@ def check_args(args: Any) -> Any:
     for name, modules in PACKAGES.items():
         if getattr(args, name):
             require_packages(flag(name), *modules)
-    fitting = args
-    while args.resume is None and fitting.num_envs > 1 and size_problem(fitting):
-        fitting = dataclasses.replace(fitting, num_envs=fitting.num_envs // 2)
-    problem = size_problem(fitting)
+    problem = size_problem(args, 1)
     if problem:
         raise UserError(problem)
-    if fitting.num_envs < args.num_envs:
-        print(f"--num-envs is {fitting.num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
-    return fitting
+
+
+def check_finite(weights: Iterable[Any]) -> None:
+    """Raise a UserError if one of the arrays, of PyTorch or JAX, has a NaN or infinite value."""
+    for array in weights:
+        if not abs(array).max() < math.inf:
+            raise UserError("the training diverged: a weight is NaN or infinite; start again, lower --learning-rate")
+
+
+def fitting_num_envs(args: Any) -> int:
+    """Return `num_envs`, halved until the sizes leave room for so many environments."""
+    num_envs = args.num_envs
+    while args.resume is None and num_envs > 1 and size_problem(args, num_envs):
+        num_envs //= 2
+    if num_envs < args.num_envs:
+        print(f"--num-envs is {num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
+    return num_envs
 
 
 def replay_buffers(args: Any) -> list[str]:
@@ -66,19 +73,18 @@ def replay_buffers(args: Any) -> list[str]:
     return [name for name, phase in BUFFERS.items() if getattr(args, phase, 0)]
 
 
-def size_problem(args: Any) -> str | None:
+def size_problem(args: Any, num_envs: int) -> str | None:
     """Return an error message if the sizes leave no transition to sample or no update, otherwise None."""
-    needed = (STACK + args.n_step + 1) * args.num_envs  # a stack, an n-step return and one more step
+    needed = (STACK + args.n_step + 1) * num_envs  # a stack, an n-step return and one more step
     for name in replay_buffers(args):
         size = getattr(args, name)
-        if size // args.num_envs * args.num_envs < needed:
-            environments = "one environment" if args.num_envs == 1 else f"{args.num_envs} environments"
-            return f"{flag(name)} is {size}; {environments} and --n-step {args.n_step} need at least {needed}"
+        if size // num_envs * num_envs < needed:
+            return f"{flag(name)} is {size}; one environment and --n-step {args.n_step} need at least {needed}"
     if args.total_timesteps == 0 or args.resume is not None:  # a smaller number ends the training of a resumed run
         return None
     # Updates start at the first multiple of num_envs that reaches learning_starts and n_step + 1 steps per environment.
-    first = math.ceil(max(args.learning_starts, (args.n_step + 1) * args.num_envs) / args.num_envs) * args.num_envs
-    last = math.ceil(args.total_timesteps / args.num_envs) * args.num_envs
+    first = math.ceil(max(args.learning_starts, (args.n_step + 1) * num_envs) / num_envs) * num_envs
+    last = math.ceil(args.total_timesteps / num_envs) * num_envs
     if last // args.train_frequency <= first // args.train_frequency:
         start = "learning_starts" if args.learning_starts > args.n_step else "n_step"
         lower = f"lower {flag(start)} ({getattr(args, start)}) or --train-frequency ({args.train_frequency})"
@@ -86,19 +92,22 @@ def size_problem(args: Any) -> str | None:
     return None
 
 
-def check_memory(args: Any, smallest_replay: Any, device: Any, batches: int = 1) -> None:
+def check_memory(args: Any, step_bytes: int, device: Any, batches: int = 1) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
 
-    ``smallest_replay`` is a replay buffer of one step of each environment. ``device`` is of PyTorch or JAX, and
-    ``batches`` are sampled at once. The teacher's replay buffer and the student's never exist at once.
+    Args:
+        args: the flags.
+        step_bytes: the bytes of an environment step in a replay buffer.
+        device: the device of PyTorch or JAX.
+        batches: the number of batches that are sampled at once.
     """
     available = available_memory(device)
-    step_bytes = sum(array.nbytes for array in smallest_replay.ring) / args.num_envs
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.
-    transition_bytes = 2 * STACK * smallest_replay.ring.frame.nbytes / args.num_envs * (1 + 4)
+    transition_bytes = 2 * STACK * 84 * 84 * (1 + 4)
     samples = batches * args.batch_size * transition_bytes
     sizes = {"batch_size": samples}
+    # The teacher's replay buffer and the student's never exist at once.
     for name in replay_buffers(args):
         sizes[name] = samples + getattr(args, name) * step_bytes
     for name, size in sizes.items():

@@ -1,13 +1,16 @@
-"""Files: written atomically, and read from zip archives."""
+"""Files: written atomically, locked, and read from zip archives."""
 
 import os
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from cleanrl_utils.errors import user_errors
+from filelock import FileLock, Timeout
+
+from cleanrl_utils.errors import UserError, one_line, user_errors
 
 
 @contextmanager
@@ -29,11 +32,33 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the names of the files in a directory to the disk, where the file system can do that."""
-    directory = os.open(path, os.O_RDONLY)
-    with suppress(OSError):  # EINVAL on some network file systems
-        os.fsync(directory)
-    os.close(directory)
+    """Write the names of the files in a directory to the disk, where the system can do that."""
+    with suppress(OSError):  # Windows can't open a directory, and some network file systems answer EINVAL
+        directory = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def lock_run(run_dir: Path) -> FileLock:
+    """Lock a run directory until the lock is released or this process ends.
+
+    Raises:
+        UserError: the directory can't be written, or another process holds the lock.
+    """
+    path = run_dir / ".lock"
+    with user_errors(f"{run_dir} can't be written", "allow it, or copy it to another folder", OSError):
+        path.touch()
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"--resume {run_dir}: this run is still running in another process; stop it first") from error
+    except (OSError, NotImplementedError) as error:  # a file system without locks
+        problem = f"{run_dir} can't be locked ({one_line(error)})"
+        print(f"WARNING: {problem}; resume it only while no other process runs it", file=sys.stderr)
+    return lock
 
 
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:

@@ -3,15 +3,16 @@
 import importlib.metadata
 import inspect
 import itertools
-import math
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -20,6 +21,7 @@ from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 from cleanrl_utils.errors import flag, user_errors
+from cleanrl_utils.files import lock_run
 
 VIDEOS = Path("videos")  # has a directory per run
 
@@ -70,9 +72,10 @@ def make_run_dir(args: Any) -> Path:
 class Writer:
     """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
 
-    def __init__(self, run_dir: Path, track: bool = False):
+    def __init__(self, run_dir: Path, track: bool = False, lock: FileLock | None = None):
         self.run_dir = run_dir
         self.track = track
+        self._lock = lock  # of the run directory, released when the writer is closed
         self._last_step = 0
         # Accessed as an attribute of its module, where W&B replaces it to follow the files.
         self._writer = event_file_writer.EventFileWriter(str(run_dir))
@@ -99,7 +102,7 @@ class Writer:
     def state_dict(self) -> dict[str, Any]:
         """Write all points to the disk; return the last step and the bytes of each event file of the run."""
         self._writer.flush()
-        with self.file.open("rb") as file:
+        with self.file.open("ab") as file:  # Windows synchronises only a file that is open for writing
             os.fsync(file.fileno())
         sizes = {path.name: path.stat().st_size for path in self.run_dir.glob("events.out.tfevents.*")}
         return {"last_step": self._last_step, "sizes": sizes}
@@ -113,13 +116,18 @@ class Writer:
                 path.unlink()
             elif path.name in sizes and path.stat().st_size > sizes[path.name]:
                 os.truncate(path, sizes[path.name])
-        # A TensorBoard that has read the later points forgets them.
+        self.purge(self._last_step + 1)
+
+    def purge(self, step: int) -> None:
+        """Let a TensorBoard forget points from ``step`` on; the first call in a run only enables the later ones."""
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=self._last_step + 1, session_log=start))
+        self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
         """Write all points and close the file; with `--track` also the W&B run, which gets the videos."""
         self._writer.close()
+        if self._lock is not None:
+            self._lock.release()
         if self.track:
             import wandb
 
@@ -128,17 +136,20 @@ class Writer:
             wandb.finish()
 
 
-def start_logging(args: Any, run_dir: Path) -> Writer:
-    """Start W&B with ``--track`` and open a TensorBoard writer; a new run logs its flags.
+def start_logging(args: Any) -> Writer:
+    """Open a TensorBoard writer and, with ``--track``, W&B. A new run gets a directory and logs its flags.
 
     Raises:
-        UserError: W&B can't start, or the run directory can't be written.
+        UserError: the run directory can't be made or written, another process runs it, or W&B can't start.
     """
+    run_dir = make_run_dir(args) if args.resume is None else Path(args.resume)
+    lock = lock_run(run_dir)
     if args.track:
         start_wandb(args, run_dir)
     with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
-        writer = Writer(run_dir, args.track)
+        writer = Writer(run_dir, args.track, lock)
     if args.resume is None:
+        writer.purge(0)
         writer.add_flags(args)
     return writer
 
@@ -161,17 +172,18 @@ def start_wandb(args: Any, run_dir: Path) -> None:
         args.wandb_entity = run.entity or None
 
 
-def progress_bar(phase: str, steps: range, unit: str) -> tqdm:
-    """Return a bar over the ``steps`` that are left of a phase."""
-    bar = tqdm(
-        steps,
-        desc=phase,
-        initial=steps.start // steps.step,
-        total=math.ceil(steps.stop / steps.step),
-        unit=unit,
-        unit_scale=steps.step,
-        smoothing=0.05,
-        mininterval=0.5 if sys.stderr.isatty() else 30,  # a log file gets fewer lines
-    )
-    bar.initial = steps.start  # tqdm scales all numbers but this one
-    return bar
+class ProgressBar(tqdm):
+    """A bar that iterates over the ``steps`` that are left of a phase, and counts them in their unit."""
+
+    def __init__(self, phase: str, steps: range, unit: str):
+        self.steps = steps
+        mininterval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
+        sizes = {"initial": steps.start, "total": steps.stop}
+        super().__init__(desc=phase, unit=unit, smoothing=0.05, mininterval=mininterval, **sizes)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the steps, and update the bar after each."""
+        for step in self.steps:
+            yield step
+            self.update(min(self.steps.step, self.steps.stop - step))
+        self.close()
