@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from cleanrl_utils.errors import UserError, flag, one_line, shell_command, user_errors
 from cleanrl_utils.files import atomic_write, read_zip, sync_directory
-from cleanrl_utils.tracking import Writer, script_of, versions
+from cleanrl_utils.tracking import Writer, script_argument, script_of, versions
 
 T = TypeVar("T")
 MAY_CHANGE = (  # flags that may have another value in a resumed run
@@ -215,8 +215,8 @@ class Checkpoint:
     def _how_to_resume(self) -> str:
         if not self._kept:
             return "start it again, as it has no checkpoint yet"
-        script = os.path.relpath(script_of(self.args))
-        return f"resume with: {shell_command(['python', script, '--resume', str(self.run_dir)])}"
+        words = ["python", script_argument(self.args), "--resume", str(self.run_dir)]
+        return f"resume with: {shell_command(words)}"
 
     def _write(self, replay: Any, train_state: Any) -> None:
         """Write segments and state of the next checkpoint, and delete the files that are not needed any more."""

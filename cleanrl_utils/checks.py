@@ -33,9 +33,10 @@ def check_args(args: Any) -> None:
             value = getattr(args, name, None)
             if value is not None and not low <= value <= high:
                 raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}")
-    if not re.fullmatch(r"[\w.+-]{1,100}", args.exp_name, re.ASCII):
+    # Windows allows 260 characters in a path, and the name is in that of the run and in that of the file.
+    if not re.fullmatch(r"[\w.+-]{1,60}", args.exp_name, re.ASCII):
         found = f"--exp-name is {args.exp_name!r:.120}"
-        raise UserError(f"{found}; it names files: use up to 100 letters, digits and characters of _.+-")
+        raise UserError(f"{found}; it names files: use up to 60 letters, digits and characters of _.+-")
     if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
         raise UserError("--final-learning-rate is annealed with λ, which --distill-coefficient 0 disables; omit one")
     if args.upload_model and not args.save_model:

@@ -1,7 +1,6 @@
 """Evaluation: play whole episodes, film one, print the table at the end of a run."""
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line, shell_command
-from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
+from cleanrl_utils.tracking import VIDEOS, game_flags, script_argument
 
 Act = Callable[[np.ndarray], np.ndarray]  # from observations, uint8 (B, 4, 84, 84), to actions, int64 (B,)
 MAX_PARALLEL_EPISODES = 64
@@ -125,5 +124,5 @@ def print_summary(args: Any, run_dir: Path, returns: dict[str, list[float]], dis
         print(f"videos:              {VIDEOS / run_dir.name}")
     elif models:
         watch = ["python", "-m", "cleanrl_utils.enjoy", "--hf-repository", str(models[-1])]
-        watch += ["--script", os.path.relpath(script_of(args)), *game_flags(args), "--epsilon", str(args.end_e)]
+        watch += ["--script", script_argument(args), *game_flags(args), "--epsilon", str(args.end_e)]
         print(f"watch the student:   {shell_command([*watch, '--capture-video'])}")

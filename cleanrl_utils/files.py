@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,13 +23,24 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        replace(temporary, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if isinstance(error, OSError) and error.filename is None:  # the error of a full disk names no file
             error.filename = str(path)
         raise
     sync_directory(path.parent)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename a file, and try for a second while Windows refuses it because another program has the file open."""
+    for _ in range(10):
+        with suppress(PermissionError):
+            source.replace(target)
+            return
+        time.sleep(0.1)
+    source.replace(target)
 
 
 def sync_directory(path: Path) -> None:

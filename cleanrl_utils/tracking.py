@@ -31,6 +31,13 @@ def script_of(args: Any) -> Path:
     return Path(inspect.getfile(type(args)))
 
 
+def script_argument(args: Any) -> str:
+    """Return the path of the script that was run, as an argument of a command."""
+    with suppress(ValueError):  # on Windows, it is on another drive
+        return os.path.relpath(script_of(args))
+    return str(script_of(args))
+
+
 def game_flags(args: Any) -> list[str]:
     """Return the flags with which other commands play the game of a run."""
     sticky = args.repeat_action_probability
@@ -108,14 +115,12 @@ class Writer:
         return {"last_step": self._last_step, "sizes": sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Cut the run's event files back to their sizes in ``state``, and delete those that are not in it."""
+        """Truncate the run's event files to their sizes in ``state``; one that is not in it becomes empty."""
         self._last_step = state["last_step"]
-        sizes = state["sizes"]
         for path in self.run_dir.glob("events.out.tfevents.*"):
-            if path.name not in sizes and path != self.file:
-                path.unlink()
-            elif path.name in sizes and path.stat().st_size > sizes[path.name]:
-                os.truncate(path, sizes[path.name])
+            size = state["sizes"].get(path.name, 0)
+            if path != self.file and path.stat().st_size > size:
+                os.truncate(path, size)
         self.purge(self._last_step + 1)
 
     def purge(self, step: int) -> None:
