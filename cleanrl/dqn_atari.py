@@ -25,13 +25,13 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, check_memory, fitting_num_envs
+from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import film_episode, play_episodes
+from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.tracking import ProgressBar, start_logging
 
 LOG_EVERY = 100  # environment steps
 STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1  # of an environment step in the replay buffer
@@ -335,9 +335,9 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    check_args(args)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     device, bf16 = set_up_torch(args.cuda, args.bf16)
+    check_args(args, device, STEP_BYTES)
+    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -347,15 +347,14 @@ def main(args: Args) -> None:
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs, seed=args.seed)
-    check_memory(args, STEP_BYTES, device)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
     target_network = copy.deepcopy(q_network)
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    writer = start_logging(args)  # TensorBoard and W&B, in a new directory runs/{run_name} or in that of --resume
-    run_dir = writer.run_dir
+    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
+    video_dir = Path("videos", run_dir.name) if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(
         args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
@@ -378,10 +377,7 @@ def main(args: Args) -> None:
             return epsilon_greedy(q_values, args.end_e, action_rng)
 
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
-            returns = play_episodes(name, act, args.eval_episodes, make_envs, seed)
-            if args.capture_video:
-                film_episode(act, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
-        return returns
+            return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
     with checkpoint:  # a signal stops the run after a checkpoint
         # ==================== training ====================
@@ -441,7 +437,6 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
                 checkpoint.save_if_due(replay)
-        envs.close()
 
         # ==================== save and evaluate ====================
         check_finite(q_network.parameters())

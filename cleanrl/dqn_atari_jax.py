@@ -20,13 +20,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, check_memory, fitting_num_envs
+from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import film_episode, play_episodes
+from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.tracking import ProgressBar, start_logging
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 
@@ -344,15 +344,14 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    check_args(args)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     dtype = set_up_jax(args.bf16)  # of all layers but the last
+    check_args(args, jax.devices()[0], STEP_BYTES)
+    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs, seed=args.seed)
-    check_memory(args, STEP_BYTES, jax.devices()[0])
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
@@ -361,8 +360,8 @@ def main(args: Args) -> None:
     update = make_update(q_network, optimizer, args)
     q_values_of = jax.jit(q_network.apply)
 
-    writer = start_logging(args)  # TensorBoard and W&B, in a new directory runs/{run_name} or in that of --resume
-    run_dir = writer.run_dir
+    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
+    video_dir = Path("videos", run_dir.name) if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer)
     state = checkpoint.restore(state)  # in a new run, all of these stay as they are
@@ -377,10 +376,7 @@ def main(args: Args) -> None:
             return epsilon_greedy(q_values, args.end_e, action_rng)
 
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
-            returns = play_episodes(name, act, args.eval_episodes, make_envs, seed)
-            if args.capture_video:
-                film_episode(act, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
-        return returns
+            return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
     with checkpoint:  # a signal stops the run after a checkpoint
         # ==================== training ====================
@@ -439,7 +435,6 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
                 checkpoint.save_if_due(replay, state)
-        envs.close()
 
         # ==================== save and evaluate ====================
         check_finite(jax.tree.leaves(state.params))

@@ -26,20 +26,20 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, check_memory, fitting_num_envs
+from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import film_episode, play_episodes, print_summary
+from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
-from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.tracking import ProgressBar, start_logging
 
 # Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
 # one CUDA graph: both take less time than step by step.
 UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates or environment steps
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * 18  # of an environment step in a replay buffer, with 18 actions
 
 
 @dataclass
@@ -294,11 +294,6 @@ class Batch(NamedTuple):
     teacher_q_values: torch.Tensor  # float32 (B, num_actions)
 
 
-def step_bytes(num_actions: int) -> int:
-    """Return the bytes of an environment step in a replay buffer."""
-    return 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions
-
-
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on the device of the networks."""
 
@@ -526,9 +521,9 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    check_args(args)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     device, bf16 = set_up_torch(args.cuda, args.bf16)
+    check_args(args, device, STEP_BYTES, UPDATES_PER_CALL)
+    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -545,7 +540,6 @@ def main(args: Args) -> None:
     if bf16 and isinstance(teacher, TeacherNetwork):
         # The teacher's weights never change: cast once, not in each forward pass. autocast casts those of a QNetwork.
         teacher.network[:-1].to(torch.bfloat16)
-    check_memory(args, step_bytes(envs.num_actions), device, UPDATES_PER_CALL)
 
     torch.manual_seed(args.seed)  # here, since load_model draws random weights too
     q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
@@ -554,8 +548,8 @@ def main(args: Args) -> None:
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    writer = start_logging(args)  # TensorBoard and W&B, in a new directory runs/{run_name} or in that of --resume
-    run_dir = writer.run_dir
+    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
+    video_dir = Path("videos", run_dir.name) if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(
         args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
@@ -578,9 +572,7 @@ def main(args: Args) -> None:
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
-            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed)
-            if args.capture_video:
-                film_episode(act, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
+            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
         """Evaluate the student during a phase, log its mean return and save it."""
@@ -606,7 +598,7 @@ def main(args: Args) -> None:
 
         if args.offline_steps > 0 and not progress.offline_finished:
             replay = Replay(args.teacher_steps, envs.num_actions, args, device)
-            data_steps = replay.length * args.num_envs  # teacher_steps, rounded down to steps of all environments
+            data_steps = args.teacher_steps // args.num_envs * args.num_envs  # whole steps of all environments
             if progress.teacher_step > 0:
                 checkpoint.restore_replay(replay)  # and truncates its episodes
 
@@ -649,9 +641,8 @@ def main(args: Args) -> None:
                 progress.offline_update = next_step
                 if next_step % LOG_EVERY == 0:  # reading a value synchronises with the GPU
                     check_finite(q_network.parameters())
-                    writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
-                    writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
-                    writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
+                    for name, term in zip(("loss", "q_loss", "distill_loss"), losses, strict=False):
+                        writer.add_scalar(f"charts/offline/{name}", term.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
                 checkpoint.save_if_due(replay)
@@ -724,7 +715,6 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
                 checkpoint.save_if_due(replay)
-        envs.close()
 
         # ==================== save and evaluate ====================
         check_finite(q_network.parameters())
@@ -742,7 +732,6 @@ def main(args: Args) -> None:
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
     checkpoint.finish()
-    draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
     print_summary(args, run_dir, progress.returns, distill_coefficient)
 

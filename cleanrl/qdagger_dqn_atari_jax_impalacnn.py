@@ -21,16 +21,15 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, Step
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, check_memory, fitting_num_envs
+from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import film_episode, play_episodes, print_summary
+from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import find_model, upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
-from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.tracking import ProgressBar, start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
@@ -38,6 +37,7 @@ Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {
 # Gradient steps of one call of `update`, at most. They are compiled into one program, which takes less time.
 UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates or environment steps
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * 18  # of an environment step in a replay buffer, with 18 actions
 
 
 @dataclass
@@ -300,11 +300,6 @@ class Batch(NamedTuple):
     teacher_q_values: jax.Array  # float32 (B, num_actions)
 
 
-def step_bytes(num_actions: int) -> int:
-    """Return the bytes of an environment step in a replay buffer."""
-    return 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * num_actions
-
-
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on JAX's device."""
 
@@ -541,9 +536,9 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    check_args(args)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     dtype = set_up_jax(args.bf16)  # of all layers but the last
+    check_args(args, jax.devices()[0], STEP_BYTES, UPDATES_PER_CALL)
+    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
@@ -553,7 +548,6 @@ def main(args: Args) -> None:
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
     teacher_path = find_model(repo, teacher_name)
     teacher, teacher_params, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature, dtype)
-    check_memory(args, step_bytes(envs.num_actions), jax.devices()[0], UPDATES_PER_CALL)
 
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
@@ -562,8 +556,8 @@ def main(args: Args) -> None:
     state = TrainState(params, target_params, optimizer.init(params), key)
     update = make_update(q_network, optimizer, args)
 
-    writer = start_logging(args)  # TensorBoard and W&B, in a new directory runs/{run_name} or in that of --resume
-    run_dir = writer.run_dir
+    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
+    video_dir = Path("videos", run_dir.name) if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer, teacher=teacher_path)
     state = checkpoint.restore(state)  # in a new run, all of these stay as they are
@@ -584,9 +578,7 @@ def main(args: Args) -> None:
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
-            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed)
-            if args.capture_video:
-                film_episode(act, VIDEOS / run_dir.name / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
+            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
         """Evaluate the student during a phase, log its mean return and save it."""
@@ -613,7 +605,7 @@ def main(args: Args) -> None:
 
         if args.offline_steps > 0 and not progress.offline_finished:
             replay = Replay(args.teacher_steps, envs.num_actions, args)
-            data_steps = replay.length * args.num_envs  # teacher_steps, rounded down to steps of all environments
+            data_steps = args.teacher_steps // args.num_envs * args.num_envs  # whole steps of all environments
             if progress.teacher_step > 0:
                 checkpoint.restore_replay(replay)  # and truncates its episodes
 
@@ -655,9 +647,8 @@ def main(args: Args) -> None:
                 progress.offline_update = next_step
                 if next_step % LOG_EVERY == 0:  # reading a value synchronises with the GPU
                     check_finite(jax.tree.leaves(state.params))
-                    writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
-                    writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
-                    writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
+                    for name, term in zip(("loss", "q_loss", "distill_loss"), losses, strict=False):
+                        writer.add_scalar(f"charts/offline/{name}", term.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
                 checkpoint.save_if_due(replay, state)
@@ -725,7 +716,6 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
                 checkpoint.save_if_due(replay, state)
-        envs.close()
 
         # ==================== save and evaluate ====================
         check_finite(jax.tree.leaves(state.params))
@@ -743,7 +733,6 @@ def main(args: Args) -> None:
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
     checkpoint.finish()
-    draw_run(run_dir)  # curves.png, if matplotlib is installed
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
     print_summary(args, run_dir, progress.returns, distill_coefficient)
 

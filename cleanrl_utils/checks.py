@@ -26,8 +26,15 @@ BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}  
 PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}  # modules that only a flag needs
 
 
-def check_args(args: Any) -> None:
-    """Raise a UserError if the flags of a script can't be used."""
+def check_args(args: Any, device: Any, step_bytes: int, batches: int = 1) -> None:
+    """Raise a UserError if the flags of a script can't be used, or need more memory than there is.
+
+    Args:
+        args: the flags.
+        device: the device of PyTorch or JAX that holds the replay buffer.
+        step_bytes: the bytes of an environment step in a replay buffer.
+        batches: the number of batches that are sampled at once.
+    """
     for names, low, high in LIMITS:
         for name in names.split():
             value = getattr(args, name, None)
@@ -50,6 +57,7 @@ def check_args(args: Any) -> None:
     problem = size_problem(args, 1)
     if problem:
         raise UserError(problem)
+    check_memory(args, device, step_bytes, batches)
 
 
 def check_finite(weights: Iterable[Any]) -> None:
@@ -93,15 +101,8 @@ def size_problem(args: Any, num_envs: int) -> str | None:
     return None
 
 
-def check_memory(args: Any, step_bytes: int, device: Any, batches: int = 1) -> None:
-    """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside a batch.
-
-    Args:
-        args: the flags.
-        step_bytes: the bytes of an environment step in a replay buffer.
-        device: the device of PyTorch or JAX.
-        batches: the number of batches that are sampled at once.
-    """
+def check_memory(args: Any, device: Any, step_bytes: int, batches: int) -> None:
+    """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside its batches."""
     available = available_memory(device)
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.

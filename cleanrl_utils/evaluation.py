@@ -10,13 +10,16 @@ from tqdm import tqdm
 
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line, shell_command
+from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import VIDEOS, game_flags, script_argument
 
 Act = Callable[[np.ndarray], np.ndarray]  # from observations, uint8 (B, 4, 84, 84), to actions, int64 (B,)
 MAX_PARALLEL_EPISODES = 64
 
 
-def play_episodes(name: str, act: Act, episodes: int, make_envs: Callable[..., AtariEnvs], seed: int) -> list[float]:
+def play_episodes(
+    name: str, act: Act, episodes: int, make_envs: Callable[..., AtariEnvs], seed: int, video_dir: Path | None = None
+) -> list[float]:
     """Play whole episodes, print statistics of their unclipped returns, and return these returns.
 
     Each episode has an environment of its own and counts whenever it ends. Counting the first ``episodes`` to end would
@@ -28,6 +31,7 @@ def play_episodes(name: str, act: Act, episodes: int, make_envs: Callable[..., A
         episodes: the number of episodes.
         make_envs: returns environments for keyword arguments of :class:`AtariEnvs`, of which ``env_id`` is set.
         seed: the seed of the environments.
+        video_dir: the directory for the video of one more episode, if one is to be filmed.
     """
     returns: list[float] = []
     with tqdm(total=episodes, desc=name, unit="episode", leave=False, disable=None) as bar:  # only on a terminal
@@ -37,6 +41,8 @@ def play_episodes(name: str, act: Act, episodes: int, make_envs: Callable[..., A
             returns += play_one_episode_each(envs, act, bar)
             envs.close()
     tqdm.write(f"{name}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes")
+    if video_dir is not None:
+        film_episode(act, video_dir / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
     return returns
 
 
@@ -95,7 +101,7 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
 
 
 def print_summary(args: Any, run_dir: Path, returns: dict[str, list[float]], distill_coefficient: float) -> None:
-    """Print a table of all evaluations, λ at the end of the run, and the commands that show its results.
+    """Draw ``curves.png``; print a table of all evaluations, λ at the end, and the commands that show the results.
 
     Returns are mean ± standard deviation over episodes, and normalised to random policy = 0 % and teacher = 100 %.
 
@@ -116,6 +122,7 @@ def print_summary(args: Any, run_dir: Path, returns: dict[str, list[float]], dis
     if gap > 0 and means["final"] > means["teacher"]:
         print(f"  The student's return is {means['final'] - means['teacher']:.1f} above its teacher's.")
     print()
+    draw_run(run_dir)  # if matplotlib is installed
     if (run_dir / "curves.png").exists():
         print(f"picture:             {run_dir / 'curves.png'}")
     print(f"curves:              {shell_command(['tensorboard', '--logdir', str(run_dir.parent)])}")

@@ -141,8 +141,11 @@ class Writer:
             wandb.finish()
 
 
-def start_logging(args: Any) -> Writer:
+def start_logging(args: Any) -> tuple[Path, Writer]:
     """Open a TensorBoard writer and, with ``--track``, W&B. A new run gets a directory and logs its flags.
+
+    Returns:
+        The run directory and the writer.
 
     Raises:
         UserError: the run directory can't be made or written, another process runs it, or W&B can't start.
@@ -156,7 +159,7 @@ def start_logging(args: Any) -> Writer:
     if args.resume is None:
         writer.purge(0)
         writer.add_flags(args)
-    return writer
+    return run_dir, writer
 
 
 def start_wandb(args: Any, run_dir: Path) -> None:
