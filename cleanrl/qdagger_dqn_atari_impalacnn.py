@@ -82,8 +82,6 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
-    full_action_space: bool = False
-    """if toggled, the game is played with all 18 actions of the console, for a teacher that was trained with them"""
     num_envs: int = 16
     """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
 

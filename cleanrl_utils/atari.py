@@ -58,8 +58,8 @@ class AtariEnvs:
     Emulation overlaps with the caller's code between :meth:`send` and :meth:`recv`. An ended episode is reset in the
     next step (gymnasium's NEXT_STEP mode).
 
-    ``seed`` decides the no-ops and sticky actions. ``full_action_space`` is all 18 actions instead of those that matter
-    in the game. ``images`` are options of ``AtariVectorEnv`` for other observations. See also :func:`parse_env_id`.
+    ``seed`` decides the no-ops and sticky actions. ``images`` are options of ``AtariVectorEnv`` for other observations.
+    See also :func:`parse_env_id`.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class AtariEnvs:
         num_envs: int,
         seed: int,
         repeat_action_probability: float | None = None,
-        full_action_space: bool = False,
         **images: Any,
     ):
         rom, sticky = parse_env_id(env_id, repeat_action_probability)
@@ -79,7 +78,6 @@ class AtariEnvs:
             num_envs,
             num_threads=self.num_threads,
             repeat_action_probability=sticky,
-            full_action_space=full_action_space,
             max_num_frames_per_episode=MAX_FRAMES,
             frameskip=FRAME_SKIP,
             noop_max=NOOP_MAX,

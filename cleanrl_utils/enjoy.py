@@ -42,8 +42,6 @@ class Args:
     """probability of a random action"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame; by default 0 for -v4 and 0.25 for -v5"""
-    full_action_space: bool = False
-    """whether to play with all 18 actions, for a model that was trained with them"""
 
 
 def import_script(path: Path) -> ModuleType:
@@ -63,7 +61,7 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
     Returns:
         A function that chooses actions, int64 (B,), for observations, uint8 (B, 4, 84, 84).
     """
-    envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability, args.full_action_space)
+    envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability)
     envs.close()
     repo = args.hf_repository or repository_name(args)
     library = "_jax" if "_jax" in args.exp_name + Path(repo).name else ""

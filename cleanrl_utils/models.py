@@ -92,10 +92,7 @@ def check_layers(arrays: Mapping[str, Any], num_actions: int, **networks: Mappin
         raise ValueError(f"its layers are not those of {closest}: it lacks {missing[:2]} and has {unknown[:2]}")
     for name, shape in found.items():
         if shape != needed[name]:
-            sizes = zip(shape, needed[name], strict=False)
-            is_18 = any(size * num_actions == 18 * needed_size for size, needed_size in sizes)
-            hint = "; --full-action-space plays with all 18" if is_18 else ""
-            problem = f"{name!r} has the shape {shape} instead of {needed[name]} for {num_actions} actions{hint}"
+            problem = f"{name!r} has the shape {shape} instead of {needed[name]} for {num_actions} actions"
             raise ValueError(f"its layers are not those of {closest}: {problem}")
 
 

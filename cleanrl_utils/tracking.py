@@ -42,7 +42,7 @@ def game_flags(args: Any) -> list[str]:
     """Return the flags with which other commands play the game of a run."""
     sticky = args.repeat_action_probability
     flags = [] if sticky is None else ["--repeat-action-probability", str(sticky)]
-    return ["--env-id", args.env_id, *["--full-action-space"] * args.full_action_space, *flags]
+    return ["--env-id", args.env_id, *flags]
 
 
 def versions() -> str:

@@ -156,14 +156,11 @@ def test_returns_and_lengths_add_up(name: str) -> None:
     assert all(type(x) is int for episode in episodes for x in episode)
 
 
-@pytest.mark.parametrize(("name", "has_fire", "actions"), [("Breakout", 1, 4), ("MsPacman", 0, 9), ("MsPacman", 1, 18)])
+@pytest.mark.parametrize(("name", "has_fire", "actions"), [("Breakout", 1, 4), ("MsPacman", 0, 9)])
 def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions: int) -> None:
-    """FIRE replaces the first action of each life, also of episodes that a reset cut short, and no other action.
-
-    All 18 actions have FIRE in every game, as in the wrappers.
-    """
+    """FIRE replaces the first action of each life, also of episodes that a reset cut short, and no other action."""
     rng, lost = np.random.default_rng(0), 0
-    with closing(AtariEnvs(f"{name}NoFrameskip-v4", 2, seed=1, full_action_space=actions == 18)) as envs:
+    with closing(AtariEnvs(f"{name}NoFrameskip-v4", 2, seed=1)) as envs:
         assert envs.num_actions == actions
         for _ in range(2):
             envs.reset()
@@ -308,7 +305,7 @@ def test_list_of_games() -> None:
 
 def flags(game: str = "stub", seed: int = 1, **others) -> SimpleNamespace:
     """Return the flags that `play_episodes` and `film_episode` read."""
-    defaults = {"repeat_action_probability": None, "full_action_space": False, "capture_video": False}
+    defaults = {"repeat_action_probability": None, "capture_video": False}
     return SimpleNamespace(**defaults | {"env_id": f"{game}NoFrameskip-v4", "seed": seed} | others)
 
 

@@ -232,7 +232,6 @@ class Args:
     hf_entity: str = ""
     upload_model: bool = True
     capture_video: bool = False
-    full_action_space: bool = False
     repeat_action_probability: float | None = None
     cuda: bool = True
     learning_rate: float = 1e-4
@@ -269,8 +268,8 @@ def upload(hub, tmp_path, capsys):
 @pytest.mark.parametrize(("entity", "owner"), [("", "alice"), ("lab", "lab")])
 def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     repo = f"{owner}/ALE-Pong-v5-test_hub-seed3"
-    game = {"full_action_space": True, "repeat_action_probability": 0.1}
-    out, err = upload(hf_entity=entity, cuda=False, **game, capture_video=True, learning_rate=0.5)
+    flags = {"cuda": False, "repeat_action_probability": 0.1, "capture_video": True, "learning_rate": 0.5}
+    out, err = upload(hf_entity=entity, **flags)
     assert (out, err) == (f"model uploaded to {hub.url}/{repo}\n", "")
     [(committed_to, files)] = hub.commits
     assert committed_to == repo
@@ -283,11 +282,11 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     assert {"ALE/Pong-v5", "reinforcement-learning"} <= set(metadata["tags"])
     assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == "19.00 +/- 1.00"
     assert "Mean return 19.00 +/- 1.00 over 2 episodes at epsilon 0.01" in text
-    game = "--env-id ALE/Pong-v5 --full-action-space --repeat-action-probability 0.1"
+    game = "--env-id ALE/Pong-v5 --repeat-action-probability 0.1"
     assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game} --epsilon 0.01\n" in text
     teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
     assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
-    flags = f"{' --hf-entity lab' if entity else ''} --capture-video --full-action-space"
+    flags = f"{' --hf-entity lab' if entity else ''} --capture-video"
     flags += " --repeat-action-probability 0.1 --no-cuda --learning-rate 0.5"
     assert f"\npython cleanrl/test_hub.py{flags}\n" in text
 

@@ -346,7 +346,6 @@ TORCH_STATES = {
     "one channel": (changed(_0_weight=np.zeros((32, 1, 8, 8))), "(32, 1, 8, 8) instead of (32, 4", "(8, 8, 1, 32)"),
     "a bias of no dimension": (changed(_7_bias=np.array(0.5)), "'network.7.bias' has the shape ()", "has the shape ()"),
     "another game": (random_weights("nature", 4), "of TeacherNetwork: ", "instead of (512, 6) for 6 actions; use a"),
-    "all actions": (random_weights("nature", 18), "for 6 actions; --full-action-space plays with all 18; "),
     "a student": (random_weights("impala", 18), "of QNetwork: ", "it lacks ['params/Conv_0/"),
     "integers": (changed(_9_bias=np.zeros(6, np.int32)), "'network.9.bias' is int32, not floating-point", "is int32"),
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values", "holds NaN or infinite"),
@@ -396,7 +395,7 @@ def test_policies_of_another_network(tmp_path):
     for changes in ({"action_space": "MultiDiscrete"}, {"shape": (4, 88, 88)}, {"normalize_images": False}):
         check_unusable(tmp_path, sb3_zip(WEIGHTS, **changes), "needed are Discrete actions, four 84×84 frames, ")
     for state, *messages in (
-        (random_weights("nature", 18), "for 6 actions; --full-action-space plays with all 18; "),
+        (random_weights("nature", 18), "for 6 actions; "),
         (changed(_0_weight=np.zeros((32, 3, 8, 8))), "shape (32, 3, 8, 8) instead of (32, 4", "(8, 8, 3, 32)"),
         (changed(_7_weight=np.zeros((512, 1024))), "shape (512, 1024) instead of (512, 3136)", "(1024, 512)"),
         (quantiles(301), "cannot reshape array of size 301"),
