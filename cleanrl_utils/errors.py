@@ -3,13 +3,12 @@
 import errno
 import importlib
 import io
-import os
 import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
@@ -18,15 +17,33 @@ class UserError(Exception):
     """An error that the user can put right. The message is one line: the problem, the value found, the remedy."""
 
 
+class LossyOutput(io.FileIO):
+    """Write to a file descriptor, and drop output after the terminal was closed or while the disk is full."""
+
+    def write(self, data: memoryview) -> int:
+        """Return the number of bytes that were written or dropped."""
+        with suppress(OSError):
+            return super().write(data) or len(data)  # None where a terminal is full and does not block
+        return len(data)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print errors that a user can cause as one line.
 
-    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, 130 for Ctrl-C, and 141 if the
-    reader of the output has gone.
+    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, and 130 for Ctrl-C. Output that
+    can't be written is dropped.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)  # some encodings lack "±"; logs are read live
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        on_windows = sys.platform == "win32"
+        is_replaced = stream is not getattr(sys, f"__{name}__")  # by a notebook, which has no descriptor
+        if stream is None or is_replaced or (on_windows and stream.isatty()):
+            continue
+        # Windows' own encoding of a redirected output and some others lack λ and ±. Logs are read live.
+        encoding = "utf-8" if on_windows else stream.encoding
+        output = io.BufferedWriter(LossyOutput(stream.fileno(), "wb", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(output, encoding, errors="replace", line_buffering=True))
     print_traceback = threading.excepthook
 
     def hide_unwritable(failed: threading.ExceptHookArgs) -> None:
@@ -43,10 +60,6 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:
-        for stream in (1, 2):  # or Python would fail again when it flushes them at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        sys.exit(141)
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import io
 import itertools
 import json
@@ -48,7 +47,7 @@ from hypothesis import strategies as st
 
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
-from cleanrl_utils.errors import UserError, one_line_errors
+from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import read_model
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
@@ -552,22 +551,3 @@ def test_wrong_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Pa
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert word in result.stderr
-
-
-def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit), one_line_errors():
-        raise OSError(errno.EROFS, "Read-only file system", "runs/a.tmp")
-    assert capsys.readouterr().err.startswith("error: runs/a.tmp could not be opened or written (Read-only file")
-
-
-def test_output_that_cannot_be_printed() -> None:
-    """Neither characters that the encoding lacks nor a reader that is gone end in a traceback."""
-    lines = "for i in range(100_000): print('λ ±', i)"
-    code = f"from cleanrl_utils.errors import one_line_errors\nwith one_line_errors():\n    {lines}"
-    environ = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONIOENCODING": "ascii"}
-    options = {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", code], **options)
-    assert process.stdout.readline() == "? ? 0\n"
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    assert process.wait(60) == 141
