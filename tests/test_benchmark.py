@@ -3,7 +3,9 @@
 import fcntl
 import importlib
 import os
+import pty
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -18,9 +20,9 @@ import psutil
 import pytest
 import tyro
 
-from cleanrl_utils.benchmark import Args, main, make_jobs
+from cleanrl_utils import benchmark as runner_module
+from cleanrl_utils.benchmark import Args, Job, main, make_jobs, run_locally, run_on_node, share, visible_gpus
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.jobs import share, visible_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = [sys.executable, "-m", "cleanrl_utils.benchmark"]
@@ -38,6 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)  # a script that ran in this process sets it
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     yield
     for child in psutil.Process().children():
@@ -201,14 +204,59 @@ def test_a_dry_run_prints_the_commands(capsys: pytest.CaptureFixture, flags: lis
     ("command", "message"),
     [
         ("python cleanrl/nothing.py", "names no script in /.*; write "),
-        ("cleanrl/fake_run.py --track", 'is not a program; write "python cleanrl/fake_run.py"'),
+        ("cleanrl/fake_run.py --track", 'is not a program; write "python cleanrl/fake_run.py --track"'),
+        ("no-poetry run python cleanrl/fake_run.py --steps 7 --exp-name 'a b'", "run.py --steps 7 --exp-name 'a b'\"$"),
         ("python -m cleanrl.fake_run", "names no script in"),
+        ("python cleanrl/fake_run.py --exp-name 'a", "No closing quotation; close the quotation"),
     ],
 )
 def test_a_command_without_a_program_or_script_is_one_line(command: str, message: str):
     with pytest.raises(UserError, match=message) as error:
-        make_jobs(Args(["Pong"], command))
+        make_jobs(Args(["Pong"], command, workers=1))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_a_dry_run_needs_neither_slurm_nor_poetry(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, cluster: str
+):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    flags = ["--command", "no-poetry run python cleanrl/fake_run.py", "--cluster", cluster, "--dry-run"]
+    assert benchmark("--env-ids", "Pong", *flags) == 0
+    assert "no-poetry run python cleanrl/fake_run.py --env-id Pong --seed 3" in capsys.readouterr().out
+
+
+WITHOUT_POSIX = """
+import fcntl, os, signal, sys
+sys.modules["fcntl"] = None
+del os.sched_getaffinity, os.sched_setaffinity, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+from cleanrl_utils.benchmark import main
+main()
+"""
+
+
+def test_windows_prints_commands_and_runs_none(monkeypatch: pytest.MonkeyPatch):
+    command = [sys.executable, "-c", WITHOUT_POSIX, *PONG, FAKE, "--dry-run"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == f"{FAKE} --env-id Pong --seed 1\n", result.stderr
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(UserError, match="needs Linux or macOS"):
+        run_locally([], 1)
+
+
+def test_a_terminal_that_was_closed_does_not_stop_the_runner():
+    other_end, terminal = pty.openpty()
+    os.close(other_end)
+    assert subprocess.run([*RUNNER, *BOTH, FAKE], stdout=terminal, stderr=terminal).returncode == 0
+    os.close(terminal)
+    assert steps() == [list(range(20))] * 2
+
+
+def test_a_full_disk_of_the_logs_does_not_stop_the_runner():
+    Path("cleanrl/plain.py").write_text("import os, sys\nos.mkdir(sys.argv[-1])\n")
+    flags = ["--env-ids", "Pong", "--num-seeds", "3", "--workers", "1", "--command", "python cleanrl/plain.py"]
+    subprocess.run([*RUNNER, *flags], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
+    assert {name for name in os.listdir() if name.isdigit()} == {"1", "2", "3"}
 
 
 def test_runs_get_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
@@ -232,10 +280,31 @@ def test_runs_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch)
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION 0.3\n" in log_of("Pong")
 
 
-def test_gpus_are_found_and_shared():
+def test_memory_of_a_gpu_that_the_user_sets_by_the_newer_name_is_set_once(monkeypatch: pytest.MonkeyPatch):
+    """JAX refuses both names together."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.2")
+    assert benchmark(*BOTH, FAKE) == 0
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION None\nXLA_CLIENT_MEM_FRACTION 0.2\n" in log_of("Pong")
+
+
+NVIDIA_SMI = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-a)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-b)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c)
+  MIG 1g.5gb      Device  1: (UUID: MIG-GPU-b/7/0)
+GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-d)
+"""
+
+
+def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
     program("nvidia-smi", "echo No devices were found 6; exit 6")
     assert visible_gpus() == share([], 0, 2) == []
-    program("nvidia-smi", 'test "$*" = --list-gpus && for i in 0 1 2; do echo "GPU $i: A100 (UUID: GPU-4)"; done')
+    program("nvidia-smi", f'test "$*" = --list-gpus && printf "{NVIDIA_SMI}"')
+    assert visible_gpus() == ["GPU-a", "MIG-c", "MIG-GPU-b/7/0", "GPU-d"]
+    for nothing in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert [share(visible_gpus(), worker, 2) for worker in range(2)] == [["0"], ["1", "2"]]
     assert [share(visible_gpus(), worker, 4) for worker in range(4)] == [["0"], ["0"], ["1"], ["2"]]
     assert [share(visible_gpus(), worker, 8)[0] for worker in range(8)] == list("00011122")
@@ -304,6 +373,75 @@ def test_slurm_that_fails_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert benchmark(*flags) == 2
     assert "error: --cluster slurm: sbatch was not found" in capsys.readouterr().err
+
+
+class Clock:
+    """Time that passes only in sleep."""
+
+    now = 0
+
+    def monotonic(self) -> int:
+        """Return the seconds since the begin."""
+        return self.now
+
+    def sleep(self, seconds: int) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+def stop_on_node(monkeypatch: pytest.MonkeyPatch, squeue: str, scontrol: str, state: str = "interrupted") -> str:
+    """Run a job of an array that a signal stops at once; return the arguments of each call of scontrol."""
+
+    def stopped(jobs: list[Job], workers: int) -> int:
+        jobs[0].state = state
+        return 128 + signal.SIGUSR2
+
+    program("squeue", squeue)
+    program("scontrol", f'echo "$*" >>scontrol.txt\n{scontrol}')
+    monkeypatch.setattr(runner_module, "run_locally", stopped)
+    monkeypatch.setattr(runner_module, "time", Clock())
+    monkeypatch.setattr(sys, "argv", ["-c", "Pong", "1", "cleanrl/fake_run.py", *shlex.split(FAKE)])
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    with pytest.raises(SystemExit) as stop:
+        run_on_node()
+    assert stop.value.code == 128 + signal.SIGUSR2
+    return Path("scontrol.txt").read_text() if Path("scontrol.txt").exists() else ""
+
+
+FAILS_TWICE = "echo >>{0}.txt; test $(wc -l <{0}.txt) -gt 2 || exit 1\n"
+
+
+@pytest.mark.parametrize(
+    ("squeue", "scontrol", "calls"),
+    [
+        ("echo 7_3 RUNNING", "", 1),
+        (FAILS_TWICE.format("squeue") + "echo 7_3 RUNNING", "", 1),
+        ("exit 1", "", 1),
+        ("echo 7_3 RUNNING", FAILS_TWICE.format("calls"), 3),
+        ("echo 7_3 COMPLETING", "", 0),  # after scancel
+        (FAILS_TWICE.format("squeue") + "echo 7_3 COMPLETING", "", 0),
+        ("true", "", 0),
+    ],
+)
+def test_a_stopped_job_is_queued_again_also_if_slurm_does_not_answer_at_once(
+    monkeypatch: pytest.MonkeyPatch, squeue: str, scontrol: str, calls: int
+):
+    assert stop_on_node(monkeypatch, squeue, scontrol) == "requeue 7_3\n" * calls
+
+
+def test_a_job_without_a_checkpoint_is_not_queued_again(monkeypatch: pytest.MonkeyPatch):
+    assert stop_on_node(monkeypatch, "echo 7_3 RUNNING", "", state="pending") == ""
+
+
+def test_a_node_without_the_commands_of_slurm_warns_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert stop_on_node(monkeypatch, "", "") == ""
+    assert capsys.readouterr().err == (
+        "WARNING: this node lacks squeue or scontrol, so the run can't be queued again\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["qdagger", "dqn", "qdagger_small"])
