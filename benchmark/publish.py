@@ -2,8 +2,10 @@
 
     python benchmark/publish.py         # draw the figures of benchmark/results.csv
     python benchmark/publish.py runs    # first add the runs of a directory; they replace those with the same seed
+    python benchmark/publish.py runs --exp-name qdagger-2.5M    # under another name
 
-It prints the table of all variants. In table and figures, a variant has the label below instead of its `--exp-name`.
+A run may be added while it runs, and again later. It prints the table of all variants. In table and figures, a variant
+has the label below instead of its `--exp-name`.
 """
 
 import csv
@@ -15,12 +17,13 @@ from typing import Any
 import numpy as np
 import tyro
 
-from cleanrl_utils.report import COLORS, COLUMNS, Run, draw_curves, grouped, in_order, read_runs, save_figure, table
+from cleanrl_utils.report import COLORS, COLUMNS, Run, draw_curves, grouped, read_runs, save_figure, table
 from cleanrl_utils.report import write_data as write_results
 
 BENCHMARK = Path(__file__).resolve().parent
 ASSETS = BENCHMARK.parent / "docs/assets"
 QDAGGER = "QDagger (50,000 steps)"
+QDAGGER_LEGEND = "QDagger, 100,000 steps\n(BeamRider: 150,000)"
 FROM_SCRATCH = "from scratch (58,000 steps)"
 LONGER = {
     "BeamRider": "150,000 steps, final lr 1e-5",
@@ -28,7 +31,9 @@ LONGER = {
     "Pong": "100,000 steps, final lr 1e-5",
 }
 LONGEST = "1,000,000 steps, ended early"
+FULL_SIZE = "full size (2,500,000 steps)"
 LABELS = {
+    "qdagger-2.5M": FULL_SIZE,
     "demo": "make demo (10,000 steps)",
     "qdagger_dqn_atari_impalacnn": QDAGGER,
     "qdagger_dqn_atari_impalacnn-1-step": "1-step returns",
@@ -60,6 +65,8 @@ LABELS = {
 class Args:
     paths: tyro.conf.Positional[list[Path]] = field(default_factory=list)
     """directories with runs to add"""
+    exp_name: str | None = None
+    """the name under which they are added, by default their own"""
 
 
 def read_results() -> list[Run]:
@@ -69,7 +76,7 @@ def read_results() -> list[Run]:
     with (BENCHMARK / "results.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             cells = {column.name: column.type(row[column.name]) for column in COLUMNS}
-            run = Run(**cells, curves=np.empty(0))
+            run = Run(**cells, curves=np.empty(0), flags={})
             runs.append(replace(run, curves=curves[run.key]))
     return runs
 
@@ -91,53 +98,51 @@ def normalised_returns(runs: Sequence[Run]) -> np.ndarray:
 
 
 def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
-    """Draw the normalised return of each run as a dot, in a row per variant, the best variants on top."""
-    games = list(grouped(runs, "game"))
-    variants = {}
-    for variant, of_variant in grouped(runs, "exp_name").items():
-        variants[variant] = {game: normalised_returns(group) for game, group in grouped(of_variant, "game").items()}
-    names = sorted(variants, key=lambda variant: np.mean(np.concatenate([*variants[variant].values()])))
-    figure.set_size_inches(7, 1.5 + 0.3 * len(names))
-    axis = figure.subplots()
-    for i, game in enumerate(games):
-        offset = 0.6 * (i + 0.5) / len(games) - 0.3  # dots of different games do not cover each other
-        x: list[float] = []
-        y: list[float] = []
+    """Draw the normalised return of each run as a dot: a panel per game, a row per variant, the best on top."""
+    games = grouped(runs, "game")
+    heights = [len(grouped(of_game, "exp_name")) for of_game in games.values()]
+    figure.set_size_inches(7, 1.5 + 0.27 * sum(heights))
+    axes = figure.subplots(len(games), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for axis, (game, of_game) in zip(axes, games.items(), strict=True):
+        variants = {name: normalised_returns(group) for name, group in grouped(of_game, "exp_name").items()}
+        names = sorted(variants, key=lambda name: np.mean(variants[name]))
         for row, name in enumerate(names):
-            values = variants[name].get(game, [])
-            x.extend(values)
-            y.extend([row + offset] * len(values))
-        axis.plot(x, y, "osD^v*"[i % 6], color=COLORS[i % 6], alpha=0.7, label=game)
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(-0.6, len(names) - 0.4)
-    axis.secondary_xaxis("top").set_xticks([0, 1], ["random policy", "teacher"])
-    axis.grid(alpha=0.5)
-    axis.vlines([0, 1], *axis.get_ylim(), colors="black", linewidth=1)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
+            axis.plot(variants[name], [row] * len(variants[name]), "o", color=COLORS[0], alpha=0.6)
+        axis.set_title(game)
+        axis.set_yticks(range(len(names)), names)
+        axis.set_ylim(-0.6, len(names) - 0.4)
+        axis.grid(alpha=0.5)
+        axis.vlines([0, 1], *axis.get_ylim(), colors="black", linewidth=1)
+    axes[0].secondary_xaxis("top").set_xticks([0, 1], ["random policy", "teacher"])
     figure.supxlabel("return at the end, a dot per seed: 0 = random policy, 1 = teacher", fontsize="medium")
 
 
 def figures(runs: Sequence[Run]) -> dict[str, tuple[Callable[[Any, Sequence[Run]], None], list[Run]]]:
     """Return function and runs of each figure in docs/assets."""
-    qdagger = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == LONGER[run.game]]
-    scratch = [replace(run, exp_name="from scratch") for run in runs if run.exp_name == FROM_SCRATCH]
+    longer = [replace(run, exp_name=QDAGGER_LEGEND) for run in runs if run.exp_name == LONGER[run.game]]
+    scratch = [replace(run, exp_name="from scratch, 58,000 steps") for run in runs if run.exp_name == FROM_SCRATCH]
+    full_size = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == FULL_SIZE]
     longest = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == LONGEST]
     return {
-        "results": (draw_curves, in_order(qdagger + scratch)),
-        "variants": (draw_variants, list(runs)),
-        "long": (draw_curves, longest),
+        "results": (draw_curves, sorted(longer + scratch)),
+        "variants": (draw_variants, [run for run in runs if run.exp_name != FULL_SIZE]),
+        "long": (draw_curves, full_size or longest),
     }
 
 
 def main(args: Args) -> None:
     runs = {run.key: run for run in read_results()}
-    if args.paths:
-        runs |= {run.key: run for run in read_runs(args.paths)}
-    write_results(in_order(runs.values()), BENCHMARK)
+    for run in read_runs(args.paths) if args.paths else []:
+        added = replace(run, exp_name=args.exp_name or run.exp_name)
+        runs[added.key] = added
+    write_results(sorted(runs.values()), BENCHMARK)
     published = labelled(read_results())  # rounded, as in results.csv
     for name, (draw, shown) in figures(published).items():
         save_figure(ASSETS / f"{name}.png", draw, shown)
     print(table(published))
+    for run in published:
+        if run.exp_name == FULL_SIZE:
+            print(*(f"| {steps:,} | {mean:,.1f} |" for steps, mean in run.evaluations.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # The runs of docs/results.md: students of the embedded teachers, ablations and training from scratch, three seeds each.
-# On one core of an AMD EPYC with AVX512-BF16, a run takes about 30 minutes in PyTorch and twice as long in JAX; 100,000
-# online steps take an hour. Arguments are passed to the runner.
+# On one core of an AMD EPYC with AVX512-BF16, 50,000 online steps take about 30 minutes in PyTorch and an hour in JAX.
+# Arguments are passed to the runner. `only=REGEX benchmark/qdagger_small.sh` selects runs by "{game} {exp_name}".
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=cleanrl
+selected() { [[ $1 =~ ${only:-.} ]]; }
 small() { # game, script, suffix of the name, teacher, further flags
+    selected "$1 ${name:-$2$3}" || return 0
     # 2,000 offline updates need a larger learning rate. With four environments, ten episodes end early in the run.
     python -m cleanrl_utils.benchmark --env-ids "$1NoFrameskip-v4" --num-seeds ${seeds:-3} --workers 2 --command "python
         $folder/$2.py --exp-name ${name:-$2$3} --learning-rate 1e-3 --online-learning-rate 1e-4 --warmup-updates 300
@@ -58,7 +60,9 @@ small Pong $torch -target-100 $pong "--target-network-frequency 100 $taught"
 small Breakout $torch -target-100 $breakout "--target-network-frequency 100 $taught"
 # Students of a policy of stable-baselines3. In the results, its training was stopped after 1.1 million steps, and the
 # JAX script has one seed.
-python benchmark/ppo_teacher.py --out ppo-BreakoutNoFrameskip-v4.zip
+if selected "Breakout $torch-ppo" || selected "Breakout $jax-ppo"; then
+    python benchmark/ppo_teacher.py --out ppo-BreakoutNoFrameskip-v4.zip
+fi
 small Breakout $torch -ppo ppo-BreakoutNoFrameskip-v4.zip "$taught"
 small Breakout $jax -ppo ppo-BreakoutNoFrameskip-v4.zip "$taught"
 # A longer run. In the results, two seeds were ended after 352,000 and 184,000 steps.

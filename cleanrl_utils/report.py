@@ -1,7 +1,6 @@
 """Make a table, a figure and CSV files from TensorBoard event files: ``python -m cleanrl_utils.report runs``"""
 
 import csv
-import importlib.util
 import itertools
 import math
 import operator
@@ -24,9 +23,12 @@ TRAINING = "charts/episodic_return"
 EVALUATION = "eval/episodic_return"
 LAMBDA = "charts/distill_coeff"
 OFFLINE = "charts/offline/avg_episodic_return"
+ONLINE = "charts/online/avg_episodic_return"
 TEACHER = "charts/teacher/avg_episodic_return"
 RANDOM = "charts/random/avg_episodic_return"
 EVENT_FILES = "events.out.tfevents*"
+# Flags in which the runs of a variant may differ.
+PER_RUN = "seed resume command track capture_video save_model upload_model hf_entity wandb_entity wandb_project_name"
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
 GRID = 201  # points of a curve
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
@@ -37,12 +39,12 @@ class Args:
     paths: tyro.conf.Positional[list[Path]] = field(default_factory=lambda: [Path("runs")])
     """run directories, or directories that contain some"""
     out: Path = Path("report")
-    """output directory of results.csv, curves.npz, table.md and curves.png"""
+    """output directory of results.csv, curves.npz and curves.png"""
 
 
-@dataclass
+@dataclass(order=True)
 class Run:
-    """A row of results.csv, and the curves of the run. NaN is a value that is not known."""
+    """A row of results.csv, the curves and the flags of a run. NaN is a value that is not known."""
 
     game: str
     exp_name: str
@@ -54,23 +56,33 @@ class Run:
     final_episodes: int
     final_standard_error: float
     measured_by: str  # the final return: "evaluation", or "training" without one
+    online_evaluations: str  # steps and mean return of each: "250000:61.5 500000:80.25"
     teacher_return: float
     random_return: float
+    versions: str
     command: str
-    curves: np.ndarray  # float32 (2, GRID), training return and λ, at GRID steps from 0 to online_steps
+    # float32 (2, GRID): training return and λ, at GRID steps from 0 to online_steps
+    curves: np.ndarray = field(compare=False)
+    flags: dict[str, str] = field(compare=False)
 
     @property
     def key(self) -> str:
         """The name of the run in curves.npz."""
         return f"{self.game}/{self.exp_name}/{self.seed}"
 
+    @property
+    def evaluations(self) -> dict[int, float]:
+        """Mean return by online steps of each evaluation of the student, from the end of the offline phase on."""
+        means = {} if math.isnan(self.offline_return) else {0: self.offline_return}
+        for evaluation in self.online_evaluations.split():
+            steps, mean = evaluation.split(":")
+            means[int(steps)] = float(mean)
+        if self.measured_by == "evaluation":
+            means[self.online_steps] = self.final_return
+        return means
 
-COLUMNS = [column for column in fields(Run) if column.name != "curves"]  # of results.csv
 
-
-def warn(problem: str, consequence: str) -> None:
-    """Print a warning to stderr."""
-    print(f"warning: {problem}; {consequence}", file=sys.stderr, flush=True)
+COLUMNS = [column for column in fields(Run) if column.compare]  # of results.csv
 
 
 def read_events(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
@@ -113,7 +125,7 @@ def read_run(directory: Path) -> Run | None:
     """Read a run; return None, with a warning, if it has no flags or no curves."""
     curves, flags = read_events(directory)
     if not curves or not flags.keys() >= {"env_id", "exp_name", "seed"}:
-        warn(f"{directory} has no curves or no hyperparameters", "it is left out")
+        print(f"warning: {directory} has no curves or no hyperparameters; it is left out", file=sys.stderr)
         return None
 
     # ``global_step`` counts the offline updates first. A run logs its last point up to 200 steps before its end.
@@ -122,16 +134,24 @@ def read_run(directory: Path) -> Run | None:
     total_timesteps = int(flags.get("total_timesteps", 0))
     if abs(total_timesteps - online_steps) < 200:
         online_steps = total_timesteps
+
+    measured_by = "evaluation"
+    if len(curves[EVALUATION]):
+        returns = curves[EVALUATION][:, 1]
+        final_episodes = len(returns)
+    elif len(curves[ONLINE]):  # the run is not finished, and its newest evaluation logged only the mean
+        returns = curves[ONLINE][-1:, 1]
+        final_episodes = int(flags.get("eval_episodes", 0))
+        online_steps = int(curves[ONLINE][-1, 0]) - offline_updates
+    else:
+        returns = curves[TRAINING][-LAST_EPISODES:, 1]
+        final_episodes = len(returns)
+        measured_by = "training"
+    final_return, deviation = mean_and_std(returns)
+
     steps = offline_updates + np.linspace(0, online_steps, GRID)
     training_curve = means_of_last(curves[TRAINING], LAST_EPISODES, steps)
     lambda_curve = means_of_last(curves[LAMBDA], 1, steps)
-
-    returns = curves[EVALUATION][:, 1]
-    measured_by = "evaluation"
-    if len(returns) == 0:
-        returns = curves[TRAINING][-LAST_EPISODES:, 1]
-        measured_by = "training"
-    final_return, deviation = mean_and_std(returns)
     return Run(
         game=flags["env_id"].replace("/", "-").removesuffix("NoFrameskip-v4"),
         exp_name=flags["exp_name"],
@@ -140,13 +160,16 @@ def read_run(directory: Path) -> Run | None:
         online_steps=online_steps,
         offline_return=last_value(curves[OFFLINE]),
         final_return=final_return,
-        final_episodes=len(returns),
-        final_standard_error=deviation / math.sqrt(max(len(returns), 1)),
+        final_episodes=final_episodes,
+        final_standard_error=deviation / math.sqrt(max(final_episodes, 1)),
         measured_by=measured_by,
+        online_evaluations=" ".join(f"{step - offline_updates:.0f}:{mean:.4f}" for step, mean in curves[ONLINE]),
         teacher_return=last_value(curves[TEACHER]),
         random_return=last_value(curves[RANDOM]),
+        versions=flags.get("versions", ""),
         command=flags.get("command", ""),
         curves=np.float32([training_curve, lambda_curve]),
+        flags=flags,
     )
 
 
@@ -160,16 +183,22 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
         if run is None:
             continue
         if run.key in runs:
-            warn(f"{directory} has the game, exp_name and seed of another run", "it replaces that run")
+            print(f"warning: {directory} replaces a run of the same game, exp_name and seed", file=sys.stderr)
         runs[run.key] = run
     if not runs:
         raise UserError(f"no runs in {', '.join(map(str, paths))}; give run directories or one that contains some")
-    return in_order(runs.values())
+    warn_of_differences(runs.values())
+    return sorted(runs.values())
 
 
-def in_order(runs: Iterable[Run]) -> list[Run]:
-    """Sort runs by game, exp_name and seed."""
-    return sorted(runs, key=operator.attrgetter("game", "exp_name", "seed"))
+def warn_of_differences(runs: Iterable[Run]) -> None:
+    """Warn if runs of one game and exp_name have different flags."""
+    for (game, exp_name), group in grouped(runs, "game", "exp_name").items():
+        flags = [set(run.flags.items()) for run in group]
+        different = {name for name, _ in set.union(*flags) - set.intersection(*flags)} - {*PER_RUN.split()}
+        if different:
+            found = f"the runs of {exp_name} in {game} differ in {', '.join(sorted(different))}"
+            print(f"warning: {found}; give each variant its own --exp-name", file=sys.stderr)
 
 
 def grouped(runs: Iterable[Run], *columns: str) -> dict[Any, list[Run]]:
@@ -190,15 +219,18 @@ def spread(values: Sequence[float] | np.ndarray) -> str:
 
 def table(runs: Iterable[Run]) -> str:
     """Format a Markdown table with a row per game and exp_name: mean ± sample standard deviation over seeds."""
-    head = "game | exp_name | seeds | return | measured by | after the offline phase | teacher | random policy"
-    lines = [head, " | ".join(["---"] * 8)]
+    head = "game | exp_name | seeds | online steps | return | measured by | after the offline phase | teacher | random"
+    lines = [head, " | ".join(["---"] * 9)]
     for (game, exp_name), group in grouped(runs, "game", "exp_name").items():
-        measured_by = {f"{run.final_episodes} {run.measured_by} episodes": run for run in group}
+        known = [run for run in group if not math.isnan(run.final_return)]
+        seeds = str(len(known)) if len(known) == len(group) else f"{len(known)} of {len(group)}"
+        steps = dict.fromkeys(f"{run.online_steps:,}" for run in known)
+        measured_by = dict.fromkeys(f"{run.final_episodes} {run.measured_by} episodes" for run in known)
         final = spread([run.final_return for run in group])
         offline = spread([run.offline_return for run in group])
         teacher = spread([run.teacher_return for run in group])
         random = spread([run.random_return for run in group])
-        cells = [game, exp_name, str(len(group)), final, " or ".join(measured_by), offline, teacher, random]
+        cells = [game, exp_name, seeds, " or ".join(steps), final, " or ".join(measured_by), offline, teacher, random]
         lines.append(" | ".join(cells))
     return "".join(f"| {line} |\n" for line in lines)
 
@@ -206,18 +238,15 @@ def table(runs: Iterable[Run]) -> str:
 def draw_evaluations(axis: Any, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Draw the evaluations of runs of one game as dots, and the mean returns of teacher and random policy as lines."""
     for run in runs:
-        axis.plot(0, run.offline_return, "D", color=colors[run.exp_name], markersize=4, clip_on=False)
-        if run.measured_by == "evaluation":
-            axis.plot(run.online_steps, run.final_return, "o", color=colors[run.exp_name], clip_on=False)
+        for point in run.evaluations.items():
+            axis.plot(*point, "o", color=colors[run.exp_name], clip_on=False)
     teacher, _ = mean_and_std([run.teacher_return for run in runs])
     random, _ = mean_and_std([run.random_return for run in runs])
     for level, label, line in ((teacher, "teacher", "--"), (random, "random policy", ":")):
         if not math.isnan(level):
             axis.axhline(level, color="black", linestyle=line, linewidth=1, label=label)
-    if not all(math.isnan(run.offline_return) for run in runs):
-        axis.plot([], "D", color="gray", markersize=4, label="offline evaluation")
-    if any(run.measured_by == "evaluation" for run in runs):
-        axis.plot([], "o", color="gray", label="final evaluation")
+    if any(run.evaluations for run in runs):
+        axis.plot([], "o", color="gray", label="evaluation")
 
 
 def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
@@ -226,8 +255,6 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     games = grouped(runs, "game")
     heights = [3, 1] if any((run.curves[1] > 0).any() for run in runs) else [1]
     axes = figure.subplots(len(heights), len(games), squeeze=False, sharex="col", height_ratios=heights)
-    for axis in axes[1:].flat:
-        axis.update_datalim([(0, 0)])  # the axis of λ includes 0
     for column, (game, group) in zip(axes.T, games.items(), strict=True):
         column[0].set_title(game)
         for run in group:
@@ -244,12 +271,13 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     for axis in figure.axes:
         lines, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, lines, strict=True))
-    figure.set_size_inches(max(5, 2.3 * len(games)), 4.2 + 0.22 * len(entries) / len(games))
-    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=len(games), frameon=False)
+    ncols = max(2, len(games))
+    figure.set_size_inches(max(5, 2.3 * len(games)), 4.2 + 0.22 * len(entries) / ncols)
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=ncols, frameon=False)
 
 
 def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
-    """Draw a figure and write it as PNG. Its description is the table of the runs."""
+    """Draw a figure and write it as PNG."""
     require_packages("the figure", "matplotlib")
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # pyplot would start the user's backend
@@ -257,24 +285,21 @@ def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Se
     with rc_context({"font.size": 12}), atomic_write(path) as file:
         figure = Figure(layout="constrained")
         draw(figure, runs)
-        # A legend may be wider than the figure.
-        figure.savefig(file, format="png", dpi=200, bbox_inches="tight", metadata={"Description": table(runs)})
+        figure.savefig(file, format="png", dpi=200, bbox_inches="tight")  # a legend may be wider than the figure
 
 
 def draw_run(run_dir: Path) -> None:
-    """Draw the curves of a run as ``curves.png`` in its directory, if matplotlib is installed.
+    """Draw the curves of a run as ``curves.png`` in its directory.
 
     A failure is only a warning, because the figure comes at the end of a run.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        return
     path = run_dir / "curves.png"
     try:
         run = read_run(run_dir)
         if run is not None:
             save_figure(path, draw_curves, [run])
     except Exception as error:
-        warn(f"{path} can't be drawn ({one_line(error)})", "the run is complete without it")
+        print(f"warning: {path} can't be drawn ({one_line(error)}); the run is complete without it", file=sys.stderr)
 
 
 def write_data(runs: Sequence[Run], out: Path) -> None:
@@ -293,7 +318,6 @@ def main(args: Args) -> None:
     runs = read_runs(args.paths)
     with user_errors(f"can't write to {args.out}", "give another directory", OSError):
         write_data(runs, args.out)
-        (args.out / "table.md").write_text(table(runs), encoding="utf-8")
         save_figure(args.out / "curves.png", draw_curves, runs)
     print(f"{table(runs)}\nthe report is in {args.out}", flush=True)
 

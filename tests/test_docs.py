@@ -1,6 +1,7 @@
 """README and docs agree with the code: flags, metrics, commands, files, links, results; and the site builds."""
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 
 from benchmark import publish
 from cleanrl_utils import report
@@ -169,7 +169,7 @@ def test_the_command_of_the_demo_is_in_the_readme() -> None:
 
 
 def test_results_are_those_of_the_csv() -> None:
-    """The tables, the numbers of the findings and the figures come from benchmark/results.csv."""
+    """The tables and the numbers of the findings come from benchmark/results.csv."""
     runs = publish.labelled(publish.read_results())
     games = ["BeamRider", "Breakout", "Pong"]
     groups = report.grouped(runs, "game", "exp_name")
@@ -195,28 +195,62 @@ def test_results_are_those_of_the_csv() -> None:
     from_scratch = np.concatenate([way[key] for key in way if key[1] == scratch])
     pong = [key for key in groups if key[0] == "Pong" and not key[1].startswith(("no dist", "from"))]
     means, ranges = ([f(column(*key)) for key in pong] for f in (np.mean, np.ptp))
-    long = "Breakout", publish.LONGEST
-    numbers = [
-        *(f"{column(game, 'longer').min():,.1f} in {game}" for game in games),
-        *(f"{column(game, 'longer', 'final_standard_error').max():.1f} in {game}" for game in games[:2]),
-        f"best of {len(without_loss)} runs without it got {max(without_loss):.0f} %",
-        f"best of {len(from_scratch)} runs from scratch {max(from_scratch):.0f} %",
-        f"at least {int(min(way[key].min() for key in pong))} %",
-        f"between {min(means):.1f} and {max(means):.1f}. Seeds of one variant differ by up to {max(ranges):.1f},",
+    columns_of_long = ("final_return", "final_standard_error", "teacher_return")
+    of_long = [column("Breakout", publish.LONGEST, name) for name in columns_of_long]
+    numbers = {
+        *(f"{column(game, 'longer').min():,.1f}" for game in games),
+        *(f"{column(game, 'longer', 'final_standard_error').max():.1f}" for game in games[:2]),
+        *(f"{max(ways):.0f} %" for ways in (without_loss, from_scratch)),
+        *(f"{len(ways)} runs" for ways in (without_loss, from_scratch)),
+        f"{int(min(way[key].min() for key in pong))} %",
+        *("0 %", "100 %"),  # random policy and teacher
+        *(f"{value:.1f}" for value in (min(means), max(means), max(ranges))),
         *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
-        *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}." for x in ("", ", final lr 1e-5")),
+        *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}" for x in ("", ", final lr 1e-5")),
         *(spread("Breakout", "PPO as teacher", name) for name in ("teacher_return", "final_return")),
         *(spread("Breakout", "make demo (10,000 steps)", name) for name in ("teacher_return", "final_return")),
-        f"JAX script ended at {column('Breakout', 'PPO as teacher, JAX')[0]:.1f}",
-        *map("{:.1f} (standard error {:.1f})".format, column(*long), column(*long, "final_standard_error")),
-        "{:.1f} and {:.1f} over 30".format(*column(*long, "teacher_return")),
-    ]
+        f"{column('Breakout', 'PPO as teacher, JAX')[0]:.1f}",
+        *(f"{value:.1f}" for value in np.concatenate(of_long)),
+    }
     findings = section(DOCS / "results.md", "Findings")
-    assert all(number in findings for number in numbers), [x for x in numbers if x not in findings]
-    assert not re.search(r"\d\.\d| %", re.sub("|".join(map(re.escape, numbers)), "", findings))  # other numbers
-    for name, (_, shown) in publish.figures(runs).items():
-        drawn = Image.open(DOCS / f"assets/{name}.png").text["Description"]
-        assert drawn == report.table(shown), f"{name}.png is outdated; run benchmark/publish.py"
+    assert set(re.findall(r"-?[\d,]+\.\d+(?: ± [\d.]*\d)?|\d+ (?:%|runs)", findings)) == numbers
+
+    full_size = {}
+    for run in groups.get(("Breakout", publish.FULL_SIZE), []):
+        full_size |= {f"{steps:,}": f"{mean:,.1f}" for steps, mean in run.evaluations.items()}
+    shown = rows(section(DOCS / "results.md", "Full size"))
+    assert {steps: text.split(" ")[0] for steps, text in shown} == full_size  # the text may have a standard error
+
+
+def test_commands_of_the_results_run_them(tmp_path: Path) -> None:
+    """Each row of the table of commands selects the runs that it names, of all games."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $*\n")
+    python.chmod(0o755)
+    table = rows(section(DOCS / "results.md", "Repeat the runs"))
+    published = {run.exp_name for run in publish.read_results()}
+    for label, command, _ in table:
+        output = subprocess.run(
+            ["bash", "-c", command.split("`")[1]],
+            cwd=ROOT,
+            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        names = set(re.findall(r"--exp-name (\S+)", output))
+        labels = {publish.LABELS[name] for name in names}
+        if label == "longer":
+            assert labels == set(publish.LONGER.values())
+        elif "only" in command:
+            assert labels == {label}
+        else:
+            assert names == published - {"qdagger-2.5M"}
+
+
+def test_every_column_of_the_report_is_documented() -> None:
+    cells = " ".join(row[0] for row in rows(section(DOCS / "benchmarks.md", "Report")))
+    assert re.findall(r"`(\w+)`", cells) == [column.name for column in report.COLUMNS]
 
 
 def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
@@ -224,12 +258,22 @@ def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
     runs = publish.read_results()
     report.write_data(runs, tmp_path)
     assert (tmp_path / "results.csv").read_bytes() == (publish.BENCHMARK / "results.csv").read_bytes()
-    assert publish.LABELS.keys() == {run.exp_name for run in runs}
+    assert publish.LABELS.keys() - {"qdagger-2.5M"} == {run.exp_name for run in runs} - {"qdagger-2.5M"}
     figure = Figure()
     publish.draw_variants(figure, publish.labelled(runs))
-    dots = np.concatenate([line.get_xdata() for line in figure.axes[0].get_lines()])
-    expected = [publish.normalised_returns(group) for group in report.grouped(runs, "game", "exp_name").values()]
-    np.testing.assert_allclose(sorted(dots), sorted(np.concatenate(expected)))
+    for axis, (game, group) in zip(figure.axes, report.grouped(runs, "game").items(), strict=True):
+        assert axis.get_title() == game
+        expected = {}
+        for name, of_variant in report.grouped(publish.labelled(group), "exp_name").items():
+            expected[name] = sorted(publish.normalised_returns(of_variant))
+        names = [label.get_text() for label in axis.get_yticklabels()]
+        drawn = {}
+        for line in axis.get_lines():
+            (row,) = set(line.get_ydata())
+            drawn[names[row]] = sorted(line.get_xdata())
+        assert drawn == expected
+        means = [np.mean(expected[name]) for name in names]
+        assert means == sorted(means)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

@@ -1,21 +1,25 @@
 """Tests of cleanrl_utils/report.py on runs with known values, written by the libraries that users have."""
 
+import csv
 import itertools
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import gymnasium
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from benchmark import publish
 from cleanrl_utils import report
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, RANDOM, TEACHER, TRAINING, draw_run, read_runs
+from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, ONLINE, RANDOM, TEACHER, TRAINING, draw_run, read_runs
 from cleanrl_utils.tracking import Writer
 
 PONG = "PongNoFrameskip-v4"
@@ -93,7 +97,53 @@ def test_the_newest_run_of_a_seed_counts(tmp_path: Path, capsys) -> None:
         path = path.rename(path.with_name(f"{path.name}{number}"))
     (run,) = read_runs([tmp_path])
     assert run.final_return == 2
-    assert f"warning: {path} has " in capsys.readouterr().err
+    assert f"warning: {path} replaces a run " in capsys.readouterr().err
+
+
+def test_an_unfinished_run_has_the_results_of_its_newest_evaluation(tmp_path: Path) -> None:
+    """Its evaluations during the online phase are in the file of results and in the figure, as those of a whole run."""
+    points: Points = {OFFLINE: [(500, 3.0), (1000, 4.0)], ONLINE: [(6000, 5.5), (11000, 6.25)]}
+    points[TRAINING] = [(1500, 1.0), (10500, 2.0), (12000, 9.0)]
+    run_dir = write_run(tmp_path, 1, points, eval_episodes=7)
+    (run,) = read_runs([tmp_path])
+    assert (run.final_return, run.final_episodes, run.measured_by) == (6.25, 7, "evaluation")
+    assert np.isnan(run.final_standard_error)
+    assert (run.online_steps, run.curves[0, -1]) == (10000, 1.5)
+    assert run.evaluations == {0: 4.0, 5000: 5.5, 10000: 6.25}
+    write_events(run_dir, {EVALUATION: [(0, 7.0), (1, 9.0)], "losses/loss": [(21000, 0.0)]})
+    (run,) = read_runs([tmp_path])
+    assert (run.final_return, run.online_steps, run.final_episodes) == (8, 20000, 2)
+    assert run.evaluations == {0: 4.0, 5000: 5.5, 10000: 6.25, 20000: 8.0}
+    lines = figure_of(lambda: draw_run(run_dir)).axes[0].get_lines()
+    assert dict(line.get_xydata()[0] for line in lines if len(line.get_xydata()) == 1) == run.evaluations
+
+
+def test_runs_of_one_name_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Not those of another game or name, nor flags as the seed; a flag that only some runs have differs too."""
+    points: Points = {EVALUATION: [(0, 1.0)]}
+    for seed, teacher in ((1, "good"), (2, "good"), (3, "bad")):
+        flags = {"n_step": 3} if seed == 2 else {}
+        write_run(tmp_path, seed, points, track=seed == 1, teacher_policy_hf_repo=teacher, **flags)
+    write_run(tmp_path, 4, points, env_id="BreakoutNoFrameskip-v4", learning_rate=1)
+    write_run(tmp_path, 5, points, script="other", learning_rate=2)
+    read_runs([tmp_path])
+    found = "the runs of qdagger in Pong differ in n_step, teacher_policy_hf_repo"
+    assert capsys.readouterr().err == f"warning: {found}; give each variant its own --exp-name\n"
+
+
+def test_seeds_without_a_return_are_not_counted(tmp_path: Path) -> None:
+    write_run(tmp_path, 1, {EVALUATION: [(0, 2.0), (1, 4.0)], TRAINING: [(21000, 1.0)]})
+    write_run(tmp_path, 2, {"losses/loss": [(1200, 1.0)]})
+    line = report.table(read_runs([tmp_path])).splitlines()[2]
+    assert line.startswith("| Pong | qdagger | 1 of 2 | 20,000 | 3.0 | 2 evaluation episodes |")
+
+
+def test_results_name_the_versions_of_packages(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs", 1, {EVALUATION: [(0, 1.0)]})
+    report.write_data(read_runs([tmp_path / "runs"]), tmp_path)
+    with (tmp_path / "results.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert f"gymnasium {gymnasium.__version__}" in row["versions"]
 
 
 def test_a_file_is_read_up_to_an_incomplete_record(tmp_path: Path) -> None:
@@ -149,8 +199,9 @@ def test_the_table_has_the_values_of_the_runs(runs) -> None:
         columns = [[np.mean([value for _, value in p.get(EVALUATION, p[TRAINING][-10:])]) for p in points]]
         columns += [[p[tag][-1][1] for p in points] for tag in (OFFLINE, TEACHER, RANDOM)]
         final, *others = (f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" for values in columns)
+        steps = "20,000" + " or 10,000" * (game == "Pong")
         measured = "20 evaluation episodes" + " or 10 training episodes" * (game == "Pong")
-        assert line.startswith(f"| {' | '.join([game, script, '3', final, measured, *others])} |")
+        assert line == f"| {' | '.join([game, script, '3', steps, final, measured, *others])} |"
 
 
 def figure_of(draw: Callable[[], object]) -> Figure:
@@ -189,37 +240,58 @@ def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
                 expected.append((20000, np.mean([y for _, y in written[key][EVALUATION]])))
         np.testing.assert_allclose(dots, expected, atol=1e-4)
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["qdagger", "scratch", "teacher", "random policy", "offline evaluation", "final evaluation"]
+    assert labels == ["qdagger", "scratch", "teacher", "random policy", "evaluation"]
 
 
 def test_a_report_has_the_same_bytes_again(runs, tmp_path: Path) -> None:
     for out in ("first", "second"):
         report.main(report.Args([runs[0]], tmp_path / out))
-    for name in ("curves.npz", "curves.png", "results.csv", "table.md"):
+    for name in ("curves.npz", "curves.png", "results.csv"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
+
+
+def test_a_run_is_published_at_each_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces its own row only, although a published run has its game, exp_name and seed."""
+    for name in ("results.csv", "curves.npz"):
+        shutil.copy(publish.BENCHMARK / name, tmp_path)
+    monkeypatch.setattr(publish, "BENCHMARK", tmp_path)
+    monkeypatch.setattr(publish, "ASSETS", tmp_path)
+    before = [run for run in publish.read_results() if run.exp_name != "qdagger-2.5M"]
+    script = "qdagger_dqn_atari_impalacnn"
+    points: Points = {OFFLINE: [(1000, 30.0)], TRAINING: [(1500, 20.0)]}
+    run_dir = write_run(tmp_path / "runs", 1, points, "BreakoutNoFrameskip-v4", script, total_timesteps=2500000)
+    for step, mean in ((251000, 60.5), (501000, 70.25)):
+        write_events(run_dir, {ONLINE: [(step, mean)], LAMBDA: [(step - 500, 0.5)]})
+        publish.main(publish.Args([tmp_path / "runs"], "qdagger-2.5M"))
+    runs = publish.read_results()
+    (run,) = [run for run in runs if run.exp_name == "qdagger-2.5M"]
+    assert run.evaluations == {0: 30.0, 250000: 60.5, 500000: 70.25}
+    assert [run.key for run in runs if run.exp_name != "qdagger-2.5M"] == [run.key for run in before]
+    draw, shown = publish.figures(publish.labelled(runs))["long"]
+    lines = figure_of(lambda: report.save_figure(tmp_path / "long.png", draw, shown)).axes[0].get_lines()
+    assert (500000, 70.25) in [tuple(line.get_xydata()[0]) for line in lines if len(line.get_xydata())]
 
 
 def test_a_run_draws_its_curves(runs, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     dqn = write_run(Path("runs"), 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn", offline_steps=0)
     draw_run(dqn)
-    assert Image.open(dqn / "curves.png").text["Description"] == report.table(read_runs([dqn]))
+    assert Image.open(dqn / "curves.png").format == "PNG"
     assert len(figure_of(lambda: draw_run(dqn)).axes) == 1  # DQN has no λ
     run = next(runs[0].glob("Pong*__qdagger__*"))
-    assert [len(axis.get_lines()) for axis in figure_of(lambda: draw_run(run)).axes] == [7, 1]
+    assert [len(axis.get_lines()) for axis in figure_of(lambda: draw_run(run)).axes] == [6, 1]
     offline = write_run(Path("runs"), 2, {OFFLINE: [(1000, 1.0)]})
     assert figure_of(lambda: draw_run(offline)).axes[0].get_lines()[1].get_xydata().tolist() == [[0, 1]]
-    (dqn / "curves.png").unlink()
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
-        draw_run(dqn)
-    assert not (dqn / "curves.png").exists()
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_does_not_end_because_of_its_figure(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("problem", ["error", "no matplotlib"])
+def test_a_run_does_not_end_because_of_its_figure(tmp_path: Path, monkeypatch, capsys, problem: str) -> None:
     dqn = write_run(tmp_path, 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn")
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write(b"half") and 1 / 0)
+    if problem == "error":
+        monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: file.write(b"half") and 1 / 0)
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     draw_run(dqn)
     assert re.fullmatch(rf"warning: {dqn}/curves.png can't be drawn \(.*\); .*\n", capsys.readouterr().err)
     assert [path.name[:6] for path in dqn.iterdir()] == ["events"]
