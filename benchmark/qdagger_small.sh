@@ -86,5 +86,5 @@ edited Breakout -latched $breakout 's/^\( *\)recent_returns: list.*/&\
 s/^\( *\)low, high = replay.window$/&\
 \1progress.latched |= distill_coefficient == 0\
 \1distill_coefficient *= not progress.latched/'
-edited Pong -huber $pong 's/(q_of_action - y) \*\* 2 \* batch.valid/F.smooth_l1_loss(q_of_action, y, reduction="none") * batch.valid/'
+edited Pong -huber $pong 's/F.mse_loss(q_of_action, y)/F.smooth_l1_loss(q_of_action, y)/'
 edited Pong -target-updates $pong 's/next_step, args.target_network_frequency/& * args.train_frequency/'
