@@ -292,8 +292,9 @@ def test_replay_holds_what_happened(run: Recorder) -> None:
         np.testing.assert_array_equal(add.observation, recv.before)
         np.testing.assert_array_equal(add.action, send.taken)
         assert add.result is recv.result
-        if run.q_of_teacher:
-            np.testing.assert_allclose(add.teacher_q_values, run.q_of_teacher(add.observation), rtol=0, atol=1e-4)
+    if run.q_of_teacher:
+        q_values = run.q_of_teacher(np.concatenate([add.observation for add in added]))
+        np.testing.assert_allclose(np.concatenate([add.teacher_q_values for add in added]), q_values, rtol=0, atol=1e-4)
 
 
 def test_sizes_of_phases_and_replay_buffers(run: Recorder) -> None:
