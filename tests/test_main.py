@@ -46,13 +46,15 @@ FEW_ENVIRONMENTS |= {"offline_steps": 101, "offline_eval_frequency": 20, "teache
 FEW_ENVIRONMENTS |= {"online_eval_frequency": 90}
 MANY_ENVIRONMENTS = {"num_envs": 16, "train_frequency": 2, "target_network_frequency": 12, "learning_starts": 60}
 MANY_ENVIRONMENTS |= {"offline_steps": 8, "offline_eval_frequency": 4, "teacher_steps": 140, "buffer_size": 140}
-MANY_ENVIRONMENTS |= {"n_step": 2}
+MANY_ENVIRONMENTS |= {"online_eval_frequency": 50, "n_step": 2, "full_action_space": True}
 SIZES = {"few environments": FEW_ENVIRONMENTS, "many environments": MANY_ENVIRONMENTS}
 
 
 def bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments
+    """Return the arguments of a call by their names, with the defaults of those that are missing."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
 
 
 class Recorder:
@@ -106,9 +108,9 @@ class Recorder:
 
     def init_envs(self, *args: Any, **kwargs: Any) -> None:
         """Make environments, which give the number of actions."""
-        values = bound(self.make_envs, args, kwargs)
-        del values["self"]
-        self.note("init_envs", values=values)
+        flags = bound(self.make_envs, args, kwargs)
+        del flags["self"]
+        self.note("init_envs", flags=flags)
         self.make_envs(*args, **kwargs)
 
     def reset(self, envs: AtariEnvs) -> np.ndarray:
@@ -150,7 +152,7 @@ class Recorder:
     def epsilon_greedy(self, *args: Any, **kwargs: Any) -> np.ndarray:
         """Note the policy, and the student's Q-values for the newest observation."""
         choose = self.functions["epsilon_greedy"]
-        policy = {"temperature": 0.0, **bound(choose, args, kwargs)}  # DQN has none
+        policy = {"temperature": 0.0, **bound(choose, args, kwargs)}  # DQN's has no temperature
         action = choose(*args, **kwargs)
         self.note("choose", **policy, action=action, seen=self.observation, q_of_student=self.q_of_student())
         return action
@@ -224,10 +226,11 @@ class Recorder:
         """Let the policy act once; return higher returns for the teacher than for the random policy."""
         values = bound(self.functions["play_episodes"], args, kwargs)
         name, episodes = values["name"], values["episodes"]
-        if self.phase == "":  # before the training, whose speed is logged
+        if self.phase == "":  # not in the training, whose speed is logged
             self.clock += 1000
         during, observation = self.phase, self.observation
         self.phase, self.observation = name, self.noise(2)
+        values["make_envs"](num_envs=1, seed=values["seed"]).close()
         values["act"](self.observation)
         returns = (self.rng.integers(0, 20, episodes) + {"teacher": 100, "random": 10}.get(name, 30)).tolist()
         self.note("evaluate", episodes=episodes, returns=returns, during=during, total=self.gradient_steps)
@@ -265,6 +268,8 @@ def run(
     """Run a script with small networks."""
     script, sizes = RUNS[request.param]
     args = twin(tiny(teachers[sizes], **EVERY_SIZE, **SIZES[sizes]), script)
+    if hasattr(args, "eval_frequency"):  # in DQN
+        args.eval_frequency = SIZES[sizes]["online_eval_frequency"]
     q_of_teacher = None
     if script in (qdagger, qdagger_jax):
         network = teacher_network(teachers["few environments"])
@@ -312,11 +317,12 @@ def test_sizes_of_phases_and_replay_buffers(run: Recorder) -> None:
 
 
 def test_environments_have_the_flags(run: Recorder) -> None:
-    """The game, the seed and the sticky actions are those of the command line."""
-    (envs,) = [each.values for each in run.calls if each.call == "init_envs"]
-    assert envs.pop("envs", None) is None
-    assert envs == {name: getattr(run.args, name) for name in envs}
-    assert envs.keys() == {"env_id", "num_envs", "seed", "repeat_action_probability", "full_action_space"}
+    """Training and evaluations play the same game, with other seeds."""
+    game = {name: getattr(run.args, name) for name in ("env_id", "repeat_action_probability", "full_action_space")}
+    training, *evaluations = [each.flags for each in run.calls if each.call == "init_envs"]
+    assert training == {**game, "num_envs": run.args.num_envs, "seed": run.args.seed, "images": {}}
+    for flags in evaluations:
+        assert flags == {**game, "num_envs": 1, "seed": run.args.seed + 1000, "images": {}}
 
 
 # ==================== how actions are chosen ====================
@@ -376,26 +382,27 @@ def test_evaluations(run: Recorder) -> None:
     """Each is made when it is due, at its ε: 1 for the random policy, ``end_e`` for all others."""
     args = run.args
     found = [(each.phase, each.episodes, each.during, each.total) for each in run.calls if each.call == "evaluate"]
-    updates, student = run.gradient_steps, args.eval_episodes
+    expected, offline_steps = [], 0
     if run.q_of_teacher:
-        expected = [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
-        due = [i for i in range(1, args.offline_steps) if i % args.offline_eval_frequency == 0] + [args.offline_steps]
-        expected += [(f"offline {i}", student, "offline", i) for i in due]
-        for step in online_evaluations(run):
-            made = multiples(args.train_frequency, first_step_with_updates(args), step)
-            expected.append((f"online {step}", student, "online", args.offline_steps + made))
-        assert found == [*expected, ("final", student, "online", updates)]
-    else:
-        assert found == [("evaluation", student, "online", updates)]
+        expected += [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
+        offline_steps = args.offline_steps
+        due = [i for i in range(1, offline_steps) if i % args.offline_eval_frequency == 0] + [offline_steps]
+        expected += [(f"offline {i}", args.eval_episodes, "offline", i) for i in due]
+    for step in online_evaluations(args):
+        updates = offline_steps + multiples(args.train_frequency, first_step_with_updates(args), step)
+        expected.append((f"online {step}", args.eval_episodes, "online", updates))
+    expected.append(("final", args.eval_episodes, "online", run.gradient_steps))
+    assert found == expected
     for name, *_ in found:
         (choice,) = run.of("choose", name)
         assert choice.epsilon == (1.0 if name == "random" else args.end_e)
 
 
-def online_evaluations(run: Recorder) -> list[int]:
+def online_evaluations(args: Any) -> list[int]:
     """Return the steps of the online phase before which the student is evaluated."""
-    n, every = run.args.num_envs, getattr(run.args, "online_eval_frequency", 10**9)
-    return [step for step in range(n, run.args.total_timesteps, n) if multiples(every, step - n, step)]
+    every = getattr(args, "eval_frequency", None) or args.online_eval_frequency
+    n = args.num_envs
+    return [step for step in range(n, args.total_timesteps, n) if multiples(every, step - n, step)]
 
 
 def first_step_with_updates(args: Any) -> int:
@@ -467,7 +474,8 @@ def test_curves(run: Recorder) -> None:
     def log(tag: str, value: float, step: int) -> None:
         expected.setdefault(tag, []).append((step, pytest.approx(value, rel=1e-6)))
 
-    offline_steps, losses, step = 0, None, 0
+    offline_steps, step, updates = 0, 0, 0  # the last two of the online phase
+    updates_per_log = 100 // args.train_frequency
     if run.q_of_teacher:
         offline_steps = args.offline_steps
         coefficients = distill_coefficients(run)
@@ -475,9 +483,9 @@ def test_curves(run: Recorder) -> None:
     for each in run.calls:
         if each.call == "evaluate":
             name, _, number = each.phase.partition(" ")
-            if name in ("final", "evaluation"):
+            if name == "final":
                 for i, episodic_return in enumerate(each.returns):
-                    log("eval/episodic_return", episodic_return, i)
+                    log("eval/episodic_return", episodic_return, offline_steps + step + i)
             else:
                 at = int(number or 0) + (offline_steps if name == "online" else 0)
                 log(f"charts/{name}/avg_episodic_return", np.mean(each.returns), at)
@@ -487,17 +495,17 @@ def test_curves(run: Recorder) -> None:
                 for tag, name in {"loss": "loss", "q_loss": "td_loss", "distill_loss": "distill_loss"}.items():
                     log(f"charts/offline/{tag}", losses[name], each.total)
                 log("charts/offline/updates_per_second", UPDATES_PER_SECOND, each.total)
+            updates += each.new * (each.phase == "online")
         elif each.call == "choose" and each.phase == "online":
-            epsilon = each.epsilon
+            epsilon, updates_before = each.epsilon, updates
         elif each.call == "recv" and each.phase == "online":
-            if step == 0:
-                losses = None  # those of the offline phase have tags of their own
             if multiples(100, step, step + n):
                 log("charts/SPS", STEPS_PER_SECOND, offline_steps + step)
                 log("charts/epsilon", epsilon, offline_steps + step)
                 if run.q_of_teacher:
                     log("charts/distill_coeff", coefficients[step // n], offline_steps + step)
-                for name, term in (losses or {}).items():
+            if multiples(updates_per_log, updates_before, updates):
+                for name, term in losses.items():
                     log(f"losses/{name}", term, offline_steps + step)
             for env, episodic_return, length in each.result.episodes:
                 log("charts/episodic_return", episodic_return, offline_steps + step + env)
