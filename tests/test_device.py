@@ -20,7 +20,8 @@ import pytest
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 
-from cleanrl_utils import device, jobs
+from cleanrl_utils import device
+from cleanrl_utils.benchmark import Job, run_locally
 from cleanrl_utils.device import available_cores  # before a fixture replaces it
 from cleanrl_utils.errors import UserError
 
@@ -121,7 +122,7 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert throughput.processor().endswith(f"cores of {throughput.platform.machine()}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    assert jobs.run_locally([jobs.Job("Pong", 1, "true", ["true"])], workers=1) == 0
+    assert run_locally([Job("Pong", 1, "true", ["true"])], workers=1) == 0
 
 
 def test_jax_without_the_named_device() -> None:
@@ -224,6 +225,15 @@ def test_throughput(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (.+?/s) \| ([\d.]+) \|$", run.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["teacher data, steps/s", "offline, updates/s", "online, steps/s"]
     assert all(float(speed) > 0 for _, speed in rows)
+
+
+def test_gpu_benchmark_without_a_gpu(tmp_path: Path) -> None:
+    """One line says so, and no file is written."""
+    command = [ROOT / "benchmark" / "gpu.sh", "speed", tmp_path / "gpu.md"]
+    run = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(r"error: neither PyTorch nor JAX .* can use a GPU; .*\n", run.stderr)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
