@@ -28,7 +28,7 @@ help:
 	@echo "make test-lowest    run the tests with the lowest versions that pyproject.toml allows, on Python 3.11"
 	@echo "make lint           run ruff check and ruff format --check"
 	@echo "make benchmark      measure the speed of both scripts on Pong"
-	@echo "make benchmark-gpu  run tests and measure speeds on an NVIDIA GPU, and write gpu.md"
+	@echo "make benchmark-gpu  measure the speed of both scripts on an NVIDIA GPU, and write gpu-speed.md"
 	@echo "make docs           build the documentation in site/"
 	@echo "make docs-serve     serve the documentation at http://127.0.0.1:8000 and rebuild it after each change"
 	@echo "make requirements   update the pinned versions in requirements/"
@@ -60,9 +60,12 @@ test-lowest:
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest --resolution lowest-direct $(EVERYTHING)
 	.venv-lowest/bin/python $(PYTEST)
 
-# Needs builds of PyTorch and JAX that can use the GPU.
-test-gpu: $(VENV)/test
-	QDAGGER_TEST_GPU=1 $(RUN) -m pytest -m gpu tests/test_gpu.py
+# These two install nothing, as the pinned versions of JAX can't use a GPU. They run `python`, or PYTHON if it is set.
+test-gpu:
+	benchmark/gpu.sh tests
+
+benchmark-gpu:
+	benchmark/gpu.sh speed
 
 # Starts a cluster of one node if there is a script for it beside this directory.
 test-slurm: $(VENV)/test
@@ -76,9 +79,6 @@ lint: $(VENV)/test
 benchmark: $(VENV)/test
 	$(RUN) benchmark/throughput.py
 	$(RUN) benchmark/throughput.py --backend jax
-
-benchmark-gpu: $(VENV)/test
-	PYTHON=$(RUN) benchmark/gpu.sh
 
 docs: $(VENV)/docs
 	$(RUN) -m mkdocs build --strict

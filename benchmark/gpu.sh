@@ -1,30 +1,64 @@
 #!/usr/bin/env bash
-# Run the tests that need an NVIDIA GPU, then measure the speed of both scripts with and without each optimisation.
-# "gpu.sh FILE" names the Markdown file, gpu.md by default. Each result is written at once. It takes about 20 minutes.
+# Measure the speed of both scripts on an NVIDIA GPU, run the tests that need one, or profile an update:
+#
+#     [PYTHON=python] benchmark/gpu.sh speed|tests|profile [FILE]
+#
+# Each ends within 5 minutes. Every line is also written to FILE, gpu-speed.md for example, as soon as it is printed.
+# PYTHON has PyTorch or JAX with CUDA and the other packages that the scripts or tests import. Nothing is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-out=${1:-gpu.md}
+task=${1:-}
 python=${PYTHON:-python}
-sizes="--teacher-steps 50000 --offline-steps 3000 --online-steps 20000"
-nvidia-smi >/dev/null 2>&1 || { echo "error: nvidia-smi finds no NVIDIA GPU; run this on a machine with one" >&2; exit 2; }
-{
-    echo "# On a GPU"
-    echo
-    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
-    echo
-    echo "## Tests"
-    echo
-    echo '```text'
-    # On SIGINT, pytest still reports the failures so far.
-    QDAGGER_TEST_GPU=1 timeout --signal INT --kill-after 10 400 "$python" -m pytest -m gpu tests/test_gpu.py -vv --tb=line ||
-        true
-    echo '```'
-    echo
-    echo "## Speed"
-    # The difference between a graph and eager execution is the time to launch kernels.
-    for flags in "" "--no-cuda-graph" "--no-torch-deterministic" "--no-torch-deterministic --compile" "--no-bf16" "--backend jax" "--backend jax --no-bf16"; do
-        echo
+out=${2:-gpu-$task.md}
+export PYTHONUNBUFFERED=1
+
+# Print the seconds that are left of the task.
+left() {
+    echo $((SECONDS < 285 ? 290 - SECONDS : 5))
+}
+
+# The most important comes first, as the limit may cut off the last.
+speed() {
+    for flags in "--backend torch" "--backend jax" "--no-torch-deterministic" "--no-bf16" "--no-torch-deterministic --compile"; do
+        library=torch
+        [[ $flags != *jax* ]] || library=jax
+        [[ $libraries == *$library* ]] || continue
         # shellcheck disable=SC2086
-        timeout 300 "$python" benchmark/throughput.py $sizes $flags || echo "throughput.py $flags failed"
+        timeout "$(left)" "$python" benchmark/throughput.py --offline-steps 3000 --online-steps 10000 $flags ||
+            echo "throughput.py $flags failed, or the time was up"
+        echo
     done
-} | tee "$out"
+}
+
+tests() {
+    # After SIGINT, pytest still reports the failures so far.
+    QDAGGER_TEST_GPU=1 timeout --signal INT --kill-after 5 "$(left)" \
+        "$python" -m pytest -m gpu tests/test_gpu.py -v --tb=short
+}
+
+profile() {
+    timeout "$(left)" "$python" benchmark/profile_update.py
+}
+
+if [[ ! $task =~ ^(speed|tests|profile)$ ]]; then
+    echo "error: the task is \"$task\"; it must be speed, tests or profile" >&2
+    exit 2
+fi
+libraries=""
+missing=""
+for test in 'import torch; torch.zeros(1, device="cuda").item()' 'import jax; jax.devices("cuda")'; do
+    library=${test%%;*}
+    library=${library#import }
+    if "$python" -c "$test" >/dev/null 2>&1; then libraries+=" $library"; else missing+=" $library"; fi
+done
+if [[ ! $libraries ]]; then
+    echo "error: neither PyTorch nor JAX of $python can use a GPU; set PYTHON to a Python with builds for CUDA" >&2
+    exit 2
+fi
+echo "writing $out"
+{
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+    echo "can use it:$libraries; can't use it:${missing:- none}"
+    echo
+    "$task"
+} 2>&1 | tee "$out"

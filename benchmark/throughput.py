@@ -65,7 +65,7 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
         "offline-steps": args.offline_steps,
         "learning-starts": LEARNING_STARTS,
         "total-timesteps": LEARNING_STARTS + args.online_steps,
-        "buffer-size": LEARNING_STARTS + args.online_steps,
+        "buffer-size": args.teacher_steps,  # the same length, so that JAX compiles its update once
         "teacher-eval-episodes": 1,
         "eval-episodes": 1,
         "end-e": 1,  # random actions end an episode of Pong soon
@@ -75,7 +75,9 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
         "teacher-model-exp-name": "dqn_atari",
     }
     command = [sys.executable, str(script), *(f"--{name}={value}" for name, value in sizes.items()), *flags]
-    environment = os.environ | {"PYTHONPATH": str(script.parents[1])}  # the helpers of the same checkout
+    # The helpers of the same checkout come first.
+    path = os.pathsep.join([str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if run.returncode:

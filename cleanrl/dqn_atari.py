@@ -5,10 +5,8 @@ Mnih et al. (2015), Human-level control through deep reinforcement learning; n-s
 
 import os
 
-if "OMP_WAIT_POLICY" not in os.environ:
-    # GNU OpenMP's threads spin while they wait for one that has lost its core to another program, by default for
-    # milliseconds. This limits it, and is read when PyTorch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# Limits how long PyTorch's threads spin while they wait for a busy core. It is read when PyTorch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import copy
 import functools
@@ -136,7 +134,7 @@ class QNetwork(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
+        hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away the differences between actions
             return self.network[-1](hidden.float())
 
@@ -333,7 +331,7 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    device, bf16 = set_up_torch(args.cuda, args.bf16)
+    device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
     check_args(args, device, STEP_BYTES)
     args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
@@ -345,7 +343,7 @@ def main(args: Args) -> None:
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs, seed=args.seed)
-    q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
+    q_network = QNetwork(envs.num_actions).to(device, memory_format=memory_format)
     target_network = copy.deepcopy(q_network)
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
     capturable = device.type == "cuda"

@@ -5,10 +5,8 @@ Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. D
 
 import os
 
-if "OMP_WAIT_POLICY" not in os.environ:
-    # GNU OpenMP's threads spin while they wait for one that has lost its core to another program, by default for
-    # milliseconds. This limits it, and is read when PyTorch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# Limits how long PyTorch's threads spin while they wait for a busy core. It is read when PyTorch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import copy
 import functools
@@ -157,6 +155,18 @@ class Progress:
     recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
 
 
+class ChannelPaddedConv2d(nn.Conv2d):
+    """A convolution that a GPU computes in bfloat16 with a multiple of 8 input channels, for which cuDNN is faster."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        extra = -self.in_channels % 8  # channels of zeros
+        if extra and self.groups == 1 and torch.is_autocast_enabled("cuda"):
+            x = F.pad(x, (0, 0, 0, 0, 0, extra))
+            weight = F.pad(weight, (0, 0, 0, 0, 0, extra))
+        return self._conv_forward(x, weight, self.bias)
+
+
 class ResidualBlock(nn.Module):
     """Two convolutions with a skip connection: (B, C, H, W) → (B, C, H, W)."""
 
@@ -174,17 +184,12 @@ class ConvSequence(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv = ChannelPaddedConv2d(in_channels, out_channels, 3, padding=1)
         self.res_block0 = ResidualBlock(out_channels)
         self.res_block1 = ResidualBlock(out_channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.conv.weight
-        extra = x.shape[1] - weight.shape[1]  # channels of zeros, which QNetwork adds on a GPU
-        if extra:
-            weight = F.pad(weight, (0, 0, 0, 0, 0, extra))
-        x = F.conv2d(x, weight, self.conv.bias, padding=1)
-        x = F.max_pool2d(x, kernel_size=3, stride=2, padding=1)
+        x = F.max_pool2d(self.conv(x), kernel_size=3, stride=2, padding=1)
         return self.res_block1(self.res_block0(x))
 
 
@@ -200,9 +205,6 @@ class QNetwork(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(memory_format=torch.channels_last)
-        if x.is_cuda and torch.is_autocast_enabled("cuda"):
-            x = F.pad(x, (0, 0, 0, 0, 0, 4))  # cuDNN's bfloat16 convolutions are faster with 8 channels
         hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away the differences between actions
             return self.network[-1](hidden.float())
@@ -223,7 +225,7 @@ class TeacherNetwork(nn.Module):
         self.register_buffer("atoms", torch.zeros(num_atoms) if num_atoms else None)  # float32 (num_atoms,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.network[:-1](x.to(memory_format=torch.channels_last) / 255.0)
+        hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):
             outputs = self.network[-1](hidden.float())
             if self.atoms is None:
@@ -519,7 +521,7 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    device, bf16 = set_up_torch(args.cuda, args.bf16)
+    device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
     check_args(args, device, STEP_BYTES, UPDATES_PER_CALL)
     args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
@@ -534,13 +536,13 @@ def main(args: Args) -> None:
     repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
     teacher_path = find_model(repo, teacher_name)
     teacher, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature)
-    teacher.to(device, memory_format=torch.channels_last)
+    teacher.to(device, memory_format=memory_format)
     if bf16 and isinstance(teacher, TeacherNetwork):
         # The teacher's weights never change: cast once, not in each forward pass. autocast casts those of a QNetwork.
         teacher.network[:-1].to(torch.bfloat16)
 
     torch.manual_seed(args.seed)  # here, since load_model draws random weights too
-    q_network = QNetwork(envs.num_actions).to(device, memory_format=torch.channels_last)
+    q_network = QNetwork(envs.num_actions).to(device, memory_format=memory_format)
     target_network = copy.deepcopy(q_network)
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
     capturable = device.type == "cuda"

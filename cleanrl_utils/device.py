@@ -29,7 +29,8 @@ ROOM_BESIDE_REPLAY = 2_000_000_000  # bytes for graphs, cuDNN's work spaces, wei
 
 def warn_of_unused_gpu(library: str) -> None:
     """Print a warning where the machine has an NVIDIA GPU that ``library`` can't use."""
-    if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+    hidden = ("", "-1", "NoDevFiles")  # the last is Slurm's value for a job without a GPU
+    if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") not in hidden:
         remedy = "install the build of it that fits the driver, which nvidia-smi shows"
         print(f"WARNING: {library} can't use the NVIDIA GPU and computes on the CPU; {remedy}", file=sys.stderr)
 
@@ -49,12 +50,10 @@ def available_memory(device: Any) -> int:
 def available_host_memory() -> int:
     """Return the bytes of memory that this process can still allocate, within its control groups."""
     available = [psutil.virtual_memory().available]
-    files_1 = ["memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat"]
-    files_2 = ["memory.max", "memory.current", "memory.stat"]
-    for limit, usage, *stat in control_groups("memory", files_1, files_2):
+    for limit, usage, *stat in control_groups("memory.max", "memory.current", "memory.stat"):
         if limit != "max":
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
-            cached = dict(zip(stat[::2], stat[1::2], strict=False)).get("inactive_file", 0)
+            cached = dict(zip(stat[::2], stat[1::2], strict=True))["inactive_file"]
             available.append(int(limit) - int(usage) + int(cached))
     return min(available)
 
@@ -62,8 +61,8 @@ def available_host_memory() -> int:
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use, within its CPU quota and OMP_NUM_THREADS."""
     cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    for quota, period in control_groups("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"], ["cpu.max"]):
-        if quota.isdecimal():  # not "max" or -1
+    for quota, period in control_groups("cpu.max"):
+        if quota != "max":
             cores.append(math.ceil(int(quota) / int(period)))
     omp = os.environ.get("OMP_NUM_THREADS", "")
     if omp.isdecimal() and int(omp) > 0:
@@ -71,50 +70,42 @@ def available_cores() -> int:
     return min(cores)
 
 
-def control_groups(controller: str, files_1: list[str], files_2: list[str]) -> Iterator[list[str]]:
-    """Yield the words in files of a controller, for the control group of this process and each of its parents.
-
-    Args:
-        controller: its name in version 1 of control groups.
-        files_1: the names of the files in version 1.
-        files_2: the names of the files in version 2.
-    """
+def control_groups(*names: str) -> Iterator[list[str]]:
+    """Yield the words in files of these names, for the control group of this process and each of its parents."""
     groups = Path("/proc/self/cgroup")
-    if not groups.exists():
+    own = re.search("^0::/(.*)$", groups.read_text(), re.MULTILINE) if groups.exists() else None
+    if own is None:  # Linux before version 2 of control groups, or another system
         return
-    for line in groups.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            root = CGROUP / controller
-            names = files_1
-        else:
-            root = CGROUP
-            names = files_2
-        group = root / path.strip("/")
-        for directory in (group, *group.parents):
-            with contextlib.suppress(OSError):  # a group without limits has no such files
-                yield " ".join((directory / name).read_text() for name in names).split()
-            if directory == root:
-                break
+    group = CGROUP / own[1]
+    for directory in (group, *group.parents):
+        with contextlib.suppress(OSError):  # a group without limits has no such files
+            yield " ".join((directory / name).read_text() for name in names).split()
+        if directory == CGROUP:
+            break
 
 
-def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
+def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool, "torch.memory_format"]:
     """Choose the device, set PyTorch's threads and on a CPU its handling of memory and denormal numbers.
 
     Print one line about the device.
 
     Returns:
-        The device, and whether forward passes compute in bfloat16: if ``bf16`` and the hardware has it.
+        The device; whether forward passes compute in bfloat16, if ``bf16`` and the hardware has it; the memory format
+        in which convolutions are fastest.
     """
     import torch
 
+    memory_format = torch.channels_last
     if cuda and torch.cuda.is_available():
         # The host has little to compute, and more threads would compete with those of the emulators.
         torch.set_num_threads(1)
         device = torch.device("cuda")
+        with user_errors("the GPU can't compute", "add --no-cuda, or set CUDA_VISIBLE_DEVICES=, to compute on the CPU"):
+            torch.zeros(1, device=device).cos().item()  # fails if the GPU is busy, or too old for this build
         in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-        properties = torch.cuda.get_device_properties(device)
-        name = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
+        if not in_hardware:  # nor has it TF32, and float32 is slow with channels last
+            memory_format = torch.contiguous_format
+        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
         if cuda:
             warn_of_unused_gpu("PyTorch")
@@ -129,7 +120,7 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool]:
         name = f"CPU, threads: {threads}"
     bf16 = bf16 and in_hardware
     print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
-    return device, bf16
+    return device, bf16, memory_format
 
 
 def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
@@ -160,7 +151,8 @@ class CudaGraph:
         self.device = generator.device
         self.graph = torch.cuda.CUDAGraph()
         self.stream = torch.cuda.Stream()
-        self.graph.register_generator_state(generator)  # or every replay would draw the same numbers
+        if torch.__version__ < "2.14":  # newer versions register it by themselves
+            self.graph.register_generator_state(generator)  # or every replay would draw the same numbers
         self.calls = 0
 
     def __call__(self, *inputs: "float | torch.Tensor") -> Any:
@@ -195,15 +187,17 @@ class CudaGraph:
 
 
 def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabled: bool) -> Callable[..., Any]:
-    """Return ``function`` as CUDA graphs, one for each number of arguments, or itself if not ``enabled``."""
+    """Return ``function`` as CUDA graphs, one for each signature of its arguments, or itself if not ``enabled``."""
     if not enabled:
         return function
-    graphs: dict[int, CudaGraph] = {}
+    graphs: dict[tuple, CudaGraph] = {}
 
     def call(*inputs: "float | torch.Tensor") -> Any:
-        if len(inputs) not in graphs:
-            graphs[len(inputs)] = CudaGraph(function, generator)
-        return graphs[len(inputs)](*inputs)
+        # The arguments of a graph can't change their types and shapes.
+        signature = tuple(type(x) if isinstance(x, int | float) else (x.dtype, x.shape) for x in inputs)
+        if signature not in graphs:
+            graphs[signature] = CudaGraph(function, generator)
+        return graphs[signature](*inputs)
 
     return call
 
@@ -237,9 +231,8 @@ def set_up_jax(bf16: bool) -> Any:
         if jax.config.jax_compilation_cache_dir is None:
             cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
             jax.config.update("jax_compilation_cache_dir", str(cache / "qdagger-jax"))
-    # NVIDIA GPUs have bfloat16 from compute capability 8.0 on; that of an AMD GPU is a name such as gfx90a.
-    too_old = re.match(r"[1-7]\.", str(getattr(device, "compute_capability", "")))
-    dtype = jnp.bfloat16 if bf16 and device.platform != "cpu" and not too_old else jnp.float32
+    in_hardware = device.platform != "cpu" and float(getattr(device, "compute_capability", 8)) >= 8  # a TPU has none
+    dtype = jnp.bfloat16 if bf16 and in_hardware else jnp.float32
     print(f"device: {name}; JAX {jax.__version__}, {dtype.__name__}", flush=True)
     return dtype
 

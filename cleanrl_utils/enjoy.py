@@ -76,10 +76,10 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
 
     else:
         torch = script.torch
-        device, bf16 = set_up_torch(cuda=True, bf16=True)
+        device, bf16, memory_format = set_up_torch(cuda=True, bf16=True)
         autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         network, temperature = script.load_model(*model)
-        network.to(device, memory_format=torch.channels_last)
+        network.to(device, memory_format=memory_format)
 
         @torch.inference_mode()
         def q_function(observation: np.ndarray) -> np.ndarray:

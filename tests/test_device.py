@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import dqn_atari
 import dqn_atari_jax
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ import pytest
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 
-from cleanrl_utils import device, jobs
+from cleanrl_utils import device
+from cleanrl_utils.benchmark import Job, run_locally
 from cleanrl_utils.device import available_cores  # before a fixture replaces it
 from cleanrl_utils.errors import UserError
 
@@ -45,11 +47,15 @@ def test_warning_of_an_unused_gpu(
     printed, error = capsys.readouterr()
     assert re.fullmatch("device: CPU, threads: .*\n", printed)
     assert re.fullmatch(f"WARNING: {library} can't use the NVIDIA GPU.*\n" if nvidia_smi and wanted else "", error)
+    for hidden in ("", "-1", "NoDevFiles"):  # the last is Slurm's
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        device.warn_of_unused_gpu(library)
+    assert not capsys.readouterr().err, "the user or the cluster has hidden it"
 
 
-@pytest.mark.parametrize(("capability", "dtype"), {"7.5": "float32", "8.0": "bfloat16", "gfx90a": "bfloat16"}.items())
+@pytest.mark.parametrize(("capability", "dtype"), {"7.5": "float32", "8.0": "bfloat16", "12.0": "bfloat16"}.items())
 def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA GPUs have it from compute capability 8.0 on; the flag turns it off."""
+    """NVIDIA GPUs have it from compute capability 8.0 on; older ones are slow with channels last."""
     gpu = SimpleNamespace(compute_capability=capability, platform="gpu", device_kind="a GPU")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
@@ -57,11 +63,24 @@ def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.M
     assert device.set_up_jax(bf16=False).__name__ == "float32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: dtype == "bfloat16")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="a GPU", total_memory=0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch, "zeros", mock.MagicMock())
     threads = torch.get_num_threads()
-    picked, bf16 = device.set_up_torch(cuda=True, bf16=True)
+    picked, bf16, memory_format = device.set_up_torch(cuda=True, bf16=True)
     assert (picked.type, torch.get_num_threads(), bf16) == ("cuda", 1, dtype == "bfloat16")
     torch.set_num_threads(threads)
+    assert memory_format is (torch.channels_last if bf16 else torch.contiguous_format)
+
+
+def test_a_gpu_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first computation on it ends in one line, before a run directory is made; here, PyTorch has no CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    with pytest.raises(UserError, match=r"^the GPU can't compute: .*--no-cuda[^\n]*$"):
+        dqn_atari.main(dqn_atari.Args())
+    torch.set_num_threads(threads)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -103,7 +122,7 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert throughput.processor().endswith(f"cores of {throughput.platform.machine()}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    assert jobs.run_locally([jobs.Job("Pong", 1, "true", ["true"])], workers=1) == 0
+    assert run_locally([Job("Pong", 1, "true", ["true"])], workers=1) == 0
 
 
 def test_jax_without_the_named_device() -> None:
@@ -114,32 +133,32 @@ def test_jax_without_the_named_device() -> None:
     assert re.fullmatch(r"JAX can't start: .*JAX_PLATFORMS=cpu.*\n", run.stdout), run.stderr
 
 
-def write_group(directory: Path, limit: str, usage: int, names: str = "max current") -> None:
+def write_group(directory: Path, limit: str, usage: int) -> None:
     """Write the files of a control group with 1 GB of page cache."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in zip(names.split(), (limit, usage), strict=True):
-        (directory / f"memory.{name}").write_text(f"{text}\n")
+    (directory / "memory.max").write_text(f"{limit}\n")
+    (directory / "memory.current").write_text(f"{usage}\n")
     (directory / "memory.stat").write_text("file 8\ninactive_file 1000000000\n")
 
 
 def test_memory_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tightest limit counts: of the own control group or one around it, of version 1 or 2."""
-    groups, version_1 = tmp_path / "groups", "limit_in_bytes usage_in_bytes"
+    """The tightest limit counts: of the own control group or one around it."""
+    groups = tmp_path / "groups"
     monkeypatch.setattr(device, "CGROUP", tmp_path)
     monkeypatch.setattr(device, "Path", lambda path: groups)
     monkeypatch.setattr(device.psutil, "virtual_memory", lambda: SimpleNamespace(available=50 * GB))
     assert device.available_host_memory() == 50 * GB  # without control groups
-    groups.write_text("5:cpu,memory:/user/job\n0::/slice/job\n")
+    groups.write_text("5:cpu,memory:/user/job\n")
+    assert device.available_host_memory() == 50 * GB  # version 1 of control groups
+    groups.write_text("1:name=systemd:/user/job\n0::/slice/job\n")
     assert device.available_host_memory() == 50 * GB  # without limits
     write_group(tmp_path / "slice" / "job", "max", 9 * GB)
     write_group(tmp_path / "slice", f"{40 * GB}", 9 * GB)
     assert device.available_host_memory() == 32 * GB
     write_group(tmp_path / "slice" / "job", f"{30 * GB}", 9 * GB)
     assert device.available_host_memory() == 22 * GB
-    write_group(tmp_path / "memory" / "user", f"{20 * GB}", 3 * GB, version_1)
-    assert device.available_host_memory() == 18 * GB
-    write_group(tmp_path / "memory" / "user" / "job", f"{10 * GB}", 3 * GB, version_1)
-    assert device.available_host_memory() == 8 * GB
+    write_group(tmp_path, f"{20 * GB}", 9 * GB)  # the root, as a container sees its own group
+    assert device.available_host_memory() == 12 * GB
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +227,15 @@ def test_throughput(tmp_path: Path) -> None:
     assert all(float(speed) > 0 for _, speed in rows)
 
 
+def test_gpu_benchmark_without_a_gpu(tmp_path: Path) -> None:
+    """One line says so, and no file is written."""
+    command = [ROOT / "benchmark" / "gpu.sh", "speed", tmp_path / "gpu.md"]
+    run = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert re.fullmatch(r"error: neither PyTorch nor JAX .* can use a GPU; .*\n", run.stderr)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
 def test_busy_loops_end_with_the_benchmark(end: str) -> None:
     """They run until the measurement is over, also if it is killed."""
@@ -227,17 +255,14 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert available_cores() == 16  # without control groups
-    groups.write_text("5:cpu,cpuacct:/user/job\n0::/slice/job\n")
-    for directory, files, cores in [
-        ("slice/job", {"cpu.max": "max 100000\n"}, 16),
-        ("slice", {"cpu.max": "1250000 100000\n"}, 13),
-        ("slice/job", {"cpu.max": "1100000 100000\n"}, 11),
-        ("cpu/user/job", {"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 11),
-        ("cpu/user", {"cpu.cfs_quota_us": "450000\n", "cpu.cfs_period_us": "50000\n"}, 9),
+    groups.write_text("0::/slice/job\n")
+    for directory, quota, cores in [
+        ("slice/job", "max 100000\n", 16),
+        ("slice", "1250000 100000\n", 13),
+        ("slice/job", "450000 50000\n", 9),
     ]:
         (tmp_path / directory).mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (tmp_path / directory / name).write_text(text)
+        (tmp_path / directory / "cpu.max").write_text(quota)
         assert available_cores() == cores
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert available_cores() == 3
@@ -254,14 +279,12 @@ def test_threads_of_jax() -> None:
     assert run.stdout.endswith("\n5\n"), run.stderr
 
 
-@pytest.mark.parametrize(
-    ("variable", "spins"), [("X=", "3000"), ("GOMP_SPINCOUNT=7", "7"), ("OMP_WAIT_POLICY=PASSIVE", "0")]
-)
+@pytest.mark.parametrize(("variable", "spins"), [("X=", "3000"), ("GOMP_SPINCOUNT=7", "7")])
 @pytest.mark.parametrize("script", ["dqn_atari", "qdagger_dqn_atari_impalacnn"])
 def test_spinning_threads(script: str, variable: str, spins: str) -> None:
     """OpenMP, as PyTorch loads it, has the script's limit of spins or that of the user."""
     name, value = variable.split("=")
-    inherited = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    inherited = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
     environment = inherited | {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": str(ROOT / "cleanrl"), name: value}
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script}"
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)

@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,7 +15,8 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 import torch.nn.functional as F
-from helpers import GAME, NUM_ACTIONS, REPO, only, qdagger_losses, read_scalars, run_script, write_teacher
+from helpers import GAME, NUM_ACTIONS, REPO, only, qdagger_losses, read_scalars, run_script, tiny, write_teacher
+from test_cuda_graph import results
 
 from cleanrl_utils import device
 from cleanrl_utils.atari import Step
@@ -39,10 +41,12 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 class Learner:
     """Networks, optimizer, an update and a replay buffer of random steps on a device; the seed is fixed."""
 
-    def __init__(self, args: qdagger.Args, picked: torch.device, bf16: bool):
+    def __init__(
+        self, args: qdagger.Args, picked: torch.device, bf16: bool, memory_format: torch.memory_format
+    ) -> None:
         torch.manual_seed(1)
         rng, (n, a), shape = np.random.default_rng(1), (args.num_envs, NUM_ACTIONS), (args.num_envs, 4, 84, 84)
-        self.q_network = qdagger.QNetwork(NUM_ACTIONS).to(picked, memory_format=torch.channels_last)
+        self.q_network = qdagger.QNetwork(NUM_ACTIONS).to(picked, memory_format=memory_format)
         self.optimizer = torch.optim.Adam(
             self.q_network.parameters(), args.learning_rate, fused=True, capturable=picked.type == "cuda"
         )
@@ -100,7 +104,8 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
     """The direction is the same, up to the rounding of the precision."""
-    learners = [Learner(qdagger.Args(num_envs=4), torch.device(name), False) for name in ("cpu", "cuda")]
+    args, formats = qdagger.Args(num_envs=4), {"cpu": torch.contiguous_format, "cuda": torch.channels_last}
+    learners = [Learner(args, torch.device(name), False, memory_format) for name, memory_format in formats.items()]
     cpu, gradients = learners[0], []
     batch = qdagger.sample(cpu.replay.ring, *cpu.replay.window, 32, cpu.generator, 1, 0.99)
     for learner in learners:
@@ -161,15 +166,44 @@ def test_small_run(script, tmp_path: Path) -> None:
 
 
 @needs_torch
+def test_runs_of_one_seed_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves and models of two runs are equal bit for bit, and those of a run without CUDA graphs.
+
+    A graph has learning rate and λ as float32: this rate is a power of 2, and λ is 1 as no ten episodes end.
+    """
+    teacher = write_teacher(tmp_path / "teacher")
+    flags = {"num_envs": 4, "teacher_steps": 200, "offline_steps": 40, "total_timesteps": 400}
+    outcomes = []
+    for name, cuda_graph in (("graph", True), ("again", True), ("eager", False)):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        qdagger.main(tiny(teacher, **flags, learning_starts=100, learning_rate=2**-13, cuda_graph=cuda_graph))
+        outcomes.append(results(only(Path("runs").iterdir())))
+    for curves, models in outcomes[1:]:
+        assert curves == outcomes[0][0]
+        torch.testing.assert_close(models, outcomes[0][1], rtol=0, atol=0)
+
+
+def logged_steps(folder: Path) -> list[int]:
+    """Return the online steps that the run in a folder has logged."""
+    return [step for run_dir in folder.glob("runs/*") for step, _ in read_scalars(run_dir).get("charts/epsilon", [])]
+
+
+@needs_torch
 def test_resume_on_another_device(tmp_path: Path) -> None:
-    """A run continues on CPU, GPU and CPU; each step is logged once."""
-    command = ["timeout", "--preserve-status", "40", sys.executable, REPO / "cleanrl" / f"{qdagger.__name__}.py"]
+    """A run continues on CPU, GPU and CPU, until each has logged online steps; each step is logged once."""
     flags = ["--teacher-policy-hf-repo", write_teacher(tmp_path / "teacher"), *TINY.split()]
-    flags += ["--total-timesteps", "2000000"]
+    flags += ["--total-timesteps", "2000000", "--checkpoint-minutes", "0.05"]  # a checkpoint writes the logs, too
     for device_flag in ("--no-cuda", "--cuda", "--no-cuda"):
-        run = subprocess.run([*command, *flags, device_flag], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)})
-        assert run.returncode == 143
-        run_dir = only((tmp_path / "runs").iterdir())
-        flags = ["--resume", run_dir]
-    steps = [step for step, _ in read_scalars(run_dir)["charts/epsilon"]]
-    assert len(steps) == len(set(steps)) > 0
+        command = [sys.executable, REPO / "cleanrl" / f"{qdagger.__name__}.py", *flags, device_flag]
+        before = len(logged_steps(tmp_path))
+        run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)})
+        end = time.monotonic() + 100
+        while run.poll() is None and time.monotonic() < end and len(logged_steps(tmp_path)) == before:
+            time.sleep(1)
+        run.terminate()
+        assert run.wait(60) == 143
+        assert len(logged_steps(tmp_path)) > before
+        flags = ["--resume", only((tmp_path / "runs").iterdir())]
+    steps = logged_steps(tmp_path)
+    assert len(steps) == len(set(steps))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
+import torch.nn.functional as F
 from helpers import dqn_losses, float64, qdagger_losses, random_batch, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cleanrl_utils.atari import Step
-from cleanrl_utils.device import CudaGraph, cuda_graph
 
 Weights = dict[str, np.ndarray]
 """A state dict in float64"""
@@ -145,7 +145,7 @@ def test_networks_of_dqn_are_teachers() -> None:
 @every_network
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_q_values(network_class: type[torch.nn.Module], channels_last: bool) -> None:
-    """They are the reference's in either memory format, and the input is unchanged."""
+    """They are the reference's in the memory format of the weights, and the input is unchanged."""
     network = spread(network_class(6), seed=1)
     observation = random_batch(1, 3, 6)["observation"]
     reference = impala if network_class is qdagger.QNetwork else nature
@@ -153,11 +153,36 @@ def test_q_values(network_class: type[torch.nn.Module], channels_last: bool) -> 
     if channels_last:
         network = network.to(memory_format=torch.channels_last)
     tensor = torch.from_numpy(observation.copy())
+    contiguous = []
+    first = next(module for module in network.modules() if isinstance(module, torch.nn.Conv2d))
+    first.register_forward_hook(lambda module, inputs, output: contiguous.append(output.is_contiguous()))
     q_values = network(tensor)
+    assert contiguous == [not channels_last]
     assert q_values.dtype == torch.float32
     assert expected.std() > 0.1
     np.testing.assert_allclose(q_values.detach().numpy(), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_array_equal(tensor.numpy(), observation)
+
+
+CHANGES = [{"stride": 2}, {"padding": 2}, {"padding_mode": "circular"}, {"groups": 2}, {"groups": 4}, {"bias": False}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("gpu", [False, True])
+def test_edited_convolution(change: dict[str, Any], gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It computes as it is declared, also with the channels of zeros that it has on a GPU in bfloat16."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: gpu and device_type == "cuda")
+    sequence = qdagger.QNetwork(6).network[0]
+    declared = torch.nn.Conv2d(4, 16, 3, **({"padding": 1} | change))
+    sequence.conv = type(sequence.conv)(4, 16, 3, **({"padding": 1} | change))
+    sequence.conv.load_state_dict(declared.state_dict())
+    x = torch.randn(2, 4, 84, 84)
+    expected = sequence.res_block1(sequence.res_block0(F.max_pool2d(declared(x), 3, 2, 1)))
+    channels = []
+    conv2d = F.conv2d
+    monkeypatch.setattr(F, "conv2d", lambda x, *args: channels.append(x.shape[1]) or conv2d(x, *args))
+    torch.testing.assert_close(sequence(x), expected)
+    assert channels[0] == (8 if gpu and "groups" not in change else 4)
 
 
 @every_network
@@ -272,7 +297,7 @@ class MetaGenerator(torch.Generator):
     device = torch.device("meta")
 
 
-def make_learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bool = False) -> Learner:
+def make_learner(script: Any, device: str = "cpu", bf16: bool = False) -> Learner:
     """Make two networks that differ, a replay buffer of 15 steps that has wrapped around, and the update."""
     args = script.Args(num_envs=2, n_step=3, batch_size=8)
     args.temperature = 0.5
@@ -286,7 +311,6 @@ def make_learner(script: Any, device: str = "cpu", bf16: bool = False, graph: bo
         optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
     autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
     update = script.make_update(*networks, optimizer, replay.ring, generator, autocast, args)
-    update = cuda_graph(update, generator, graph)
     learner = Learner(update, replay, generator, *networks, np.random.default_rng(7))
     for _ in range(20):
         replay.add(*learner.random_step())
@@ -363,89 +387,3 @@ def test_nothing_synchronises_with_a_gpu(script: Any, monkeypatch: pytest.Monkey
         script.update_target(learner.target_network, learner.q_network, 0.5)
         learner.q_network(step[0])
         learner.replay.add(*step)
-
-
-# ==================== CUDA graphs ====================
-
-
-class RecordedGraph(TorchDispatchMode):
-    """A `torch.cuda.CUDAGraph` for a CPU: it records operations, and replays them on the same tensors.
-
-    Values from the host are those of the capture, which also runs the operations, so that the first replay does not.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[tuple] = []
-        self.replays = 0
-
-    def register_generator_state(self, generator: torch.Generator) -> None:
-        """Register a generator that replays may use."""
-        self.generator = generator
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if generator := kwargs.get("generator"):
-            assert torch.equal(generator.get_state(), self.generator.get_state()), "not registered"
-        result = func(*args, **kwargs)
-        self.operations.append((func, args, kwargs, result))
-        return result
-
-    def replay(self) -> None:
-        """Run the operations; results overwrite the earlier ones."""
-        self.replays += 1
-        with torch.inference_mode(), torch._C._AutoDispatchBelowAutograd():  # as kernels, without autograd
-            for func, args, kwargs, result in self.operations if self.replays > 1 else ():
-                for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
-    """Replace CUDA's graphs and streams; return the graphs that are made."""
-    made: list[RecordedGraph] = []
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made.append(RecordedGraph()) or made[-1])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: graph)
-    return made
-
-
-@pytest.mark.parametrize("bf16", [False, True])
-@every_script
-def test_cuda_graphs_give_the_same_updates(script: Any, bf16: bool, graphs: list[RecordedGraph]) -> None:
-    """Losses and weights are the same bit by bit, while the window, λ and the learning rate change.
-
-    λ and learning rates are numbers that float32 represents exactly.
-    """
-    plain, graphed = (make_learner(script, bf16=bf16, graph=graph) for graph in (False, True))
-    kinds = 2 if script is qdagger else 1  # one learning rate in a call, as offline, or three, as online
-    for i in range(6 * kinds):
-        changing = (1 - i / 16, *[2**-13 * (i + 1)] * (1 + i % 2 * 2)) if script is qdagger else ()
-        expected, losses = (learner.update(*learner.replay.window, *changing) for learner in (plain, graphed))
-        for a, b in zip(expected, losses, strict=True):
-            assert not a.requires_grad
-            assert torch.equal(a, b), i
-        assert_same_weights(plain.q_network, graphed.q_network)
-        for learner in (plain, graphed):
-            learner.replay.add(*learner.random_step())
-    assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS] * kinds
-
-
-def test_tensors_as_arguments_of_a_cuda_graph(graphs: list[RecordedGraph]) -> None:
-    """Q-values are those of eager execution bit by bit, while observations and weights change.
-
-    The graph reads a copy of the observations: the caller's are not overwritten by later ones.
-    """
-    q_network = spread(qdagger.QNetwork(6), seed=1).requires_grad_(False)
-    graphed = cuda_graph(q_network, torch.Generator(), True)
-    observations = [torch.from_numpy(random_batch(seed, 2, 6)["observation"]) for seed in range(6)]
-    copies = [observation.clone() for observation in observations]
-    for observation in observations:
-        assert torch.equal(q_network(observation), graphed(observation))
-        spread(q_network, seed=int(observation.sum()))
-    assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS]
-    assert all(map(torch.equal, observations, copies))
