@@ -29,8 +29,8 @@ from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import find_model, upload_model
-from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
+from cleanrl_utils.hub import upload_model
+from cleanrl_utils.models import find_model, read_model
 from cleanrl_utils.tracking import ProgressBar, start_logging
 
 # Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
@@ -211,58 +211,55 @@ class QNetwork(nn.Module):
 
 
 class TeacherNetwork(nn.Module):
-    """A teacher, the network of Mnih et al. (2015) or C51's: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+    """A teacher, the network of Mnih et al. (2015): uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
-    def __init__(self, num_actions: int, num_atoms: int = 0):
+    def __init__(self, num_actions: int):
         super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(4, 32, 8, stride=4), nn.ReLU(),
             nn.Conv2d(32, 64, 4, stride=2), nn.ReLU(),
             nn.Conv2d(64, 64, 3, stride=1), nn.ReLU(), nn.Flatten(),
             nn.Linear(3136, 512), nn.ReLU(),
-            nn.Linear(512, num_actions * max(num_atoms, 1)),
+            nn.Linear(512, num_actions),
         )  # fmt: skip
-        self.register_buffer("atoms", torch.zeros(num_atoms) if num_atoms else None)  # float32 (num_atoms,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):
-            outputs = self.network[-1](hidden.float())
-            if self.atoms is None:
-                return outputs
-            # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
-            return outputs.unflatten(1, (-1, len(self.atoms))).softmax(dim=2) @ self.atoms
+            return self.network[-1](hidden.float())
+
+
+class C51Network(TeacherNetwork):
+    """A teacher of C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over 51 returns."""
+
+    def __init__(self, num_actions: int):
+        super().__init__(num_actions * 51)
+        self.register_buffer("atoms", torch.zeros(51))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = super().forward(x).unflatten(1, (-1, 51)).softmax(dim=2)
+        return (probabilities * self.atoms).sum(dim=2)  # @ would compute in bfloat16
 
 
 def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
-    """Load a model file of any format.
+    """Load a model of any format.
 
     Args:
-        path: the file.
+        path: the file, see `find_model`.
         num_actions: the number of actions of the game.
         temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
 
     Returns:
         The network, and the temperature at which it samples its actions: 0 if it takes the largest Q-value.
-
-    Raises:
-        UserError: no model is found, or it is not of a network in this script.
     """
-    network = QNetwork(num_actions)
-    own = network.state_dict()
-    is_policy = False
-    with model_errors(path):
-        weights = read_model(path, "torch", own)
-        if shapes(weights) != shapes(own):  # it is not a QNetwork of this script
-            is_policy = "actor.weight" in weights
-            if is_policy:  # a scaled last layer computes scaled logits
-                weights["network.9.weight"] = temperature * weights.pop("actor.weight")
-                weights["network.9.bias"] = temperature * weights.pop("actor.bias")
-            network = TeacherNetwork(num_actions, len(weights.get("atoms", ())))
-            # For an error message, which names the closer of the two networks.
-            check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=network.state_dict())
-        network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
-    return network, temperature if is_policy else 0.0
+    networks = {network.__name__: network(num_actions) for network in (QNetwork, TeacherNetwork, C51Network)}
+    layers = {name: network.state_dict() for name, network in networks.items()}
+    name, weights, is_policy = read_model(path, "torch", layers)
+    if is_policy:
+        weights["network.9.weight"] *= temperature
+        weights["network.9.bias"] *= temperature
+    networks[name].load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
+    return networks[name], temperature if is_policy else 0.0
 
 
 def save_model(network: nn.Module, path: Path) -> None:

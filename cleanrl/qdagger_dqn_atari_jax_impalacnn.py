@@ -26,9 +26,9 @@ from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, print_summary
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import find_model, upload_model
+from cleanrl_utils.hub import upload_model
 from cleanrl_utils.max_pool import max_pool
-from cleanrl_utils.models import check_layers, model_errors, read_model, shapes
+from cleanrl_utils.models import find_model, read_model
 from cleanrl_utils.tracking import ProgressBar, start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
@@ -194,11 +194,10 @@ class QNetwork(nn.Module):
 
 
 class TeacherNetwork(nn.Module):
-    """A teacher, the network of Mnih et al. (2015) or C51's: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+    """A teacher, the network of Mnih et al. (2015): uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
     num_actions: int
     dtype: jnp.dtype = jnp.float32
-    atoms: tuple[float, ...] = ()
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -206,12 +205,22 @@ class TeacherNetwork(nn.Module):
         for channels, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
             x = nn.relu(nn.Conv(channels, (size, size), stride, padding="VALID", dtype=self.dtype)(x))
         x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
-        outputs = LastDense(self.num_actions * max(len(self.atoms), 1))(x)
-        if not self.atoms:
-            return outputs
-        # C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over the returns ``atoms``.
-        probabilities = nn.softmax(outputs.reshape(len(x), self.num_actions, -1))
-        return jnp.sum(probabilities * jnp.array(self.atoms), axis=2)  # @ would compute in TF32 on a GPU
+        return LastDense(self.num_actions)(x)
+
+
+class C51Network(nn.Module):
+    """A teacher of C51 (Bellemare et al., 2017): a Q-value is the mean of a distribution over 51 returns."""
+
+    num_actions: int
+    dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        atoms = self.param("atoms", nn.initializers.zeros, (51,))
+        network = TeacherNetwork(self.num_actions * 51, self.dtype)
+        nn.share_scope(self, network)  # its layers have no further prefix
+        probabilities = nn.softmax(network(x).reshape(len(x), self.num_actions, 51))
+        return jnp.sum(probabilities * atoms, axis=2)  # @ would compute in TF32 on a GPU
 
 
 def init_params(network: nn.Module, key: jax.Array) -> Params:
@@ -232,10 +241,10 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
 def load_model(
     path: Path, num_actions: int, temperature: float, dtype: jnp.dtype = jnp.float32
 ) -> tuple[nn.Module, Params, float]:
-    """Load a model file of any format.
+    """Load a model of any format.
 
     Args:
-        path: the file.
+        path: the file, see `find_model`.
         num_actions: the number of actions of the game.
         temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
         dtype: the dtype of all layers but the last.
@@ -243,30 +252,17 @@ def load_model(
     Returns:
         The network, its variables, and the temperature at which it samples its actions: 0 if it takes the largest
         Q-value.
-
-    Raises:
-        UserError: no model is found, or it is not of a network in this script.
     """
-
-    def shapes_of(network: nn.Module) -> dict[str, jax.ShapeDtypeStruct]:
-        return flatten_dict(jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK), sep="/")
-
-    network = QNetwork(num_actions, dtype)
-    own = shapes_of(network)
-    is_policy = False
-    with model_errors(path):
-        weights = read_model(path, "flax", own)
-        if shapes(weights) != shapes(own):  # it is not a QNetwork of this script
-            is_policy = "params/actor/kernel" in weights
-            if is_policy:  # a scaled last layer computes scaled logits
-                weights["params/Dense_1/kernel"] = temperature * weights.pop("params/actor/kernel")
-                weights["params/Dense_1/bias"] = temperature * weights.pop("params/actor/bias")
-            atoms = weights.pop("atoms", ())
-            network = TeacherNetwork(num_actions, dtype, tuple(atoms))
-            # For an error message, which names the closer of the two networks.
-            check_layers(weights, num_actions, QNetwork=own, TeacherNetwork=shapes_of(network))
+    networks = {network.__name__: network(num_actions, dtype) for network in (QNetwork, TeacherNetwork, C51Network)}
+    layers = {}
+    for name, network in networks.items():
+        layers[name] = flatten_dict(jax.eval_shape(network.init, jax.random.PRNGKey(0), BLANK), sep="/")
+    name, weights, is_policy = read_model(path, "flax", layers)
+    if is_policy:
+        weights["params/Dense_1/kernel"] *= temperature
+        weights["params/Dense_1/bias"] *= temperature
     params = jax.tree.map(jnp.asarray, unflatten_dict(weights, sep="/"))
-    return network, params, temperature if is_policy else 0.0
+    return networks[name], params, temperature if is_policy else 0.0
 
 
 def save_model(params: Params, path: Path) -> None:

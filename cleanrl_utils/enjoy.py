@@ -1,7 +1,8 @@
 """Play episodes with a saved model, with CleanRL's flags: ``python -m cleanrl_utils.enjoy --exp-name … --env-id …``"""
 
+import functools
 import importlib.util
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -10,12 +11,14 @@ import numpy as np
 import tyro
 
 import cleanrl
-from cleanrl_utils.atari import AtariEnvs
+from cleanrl_utils.atari import AtariEnvs, parse_env_id
 from cleanrl_utils.checks import PACKAGES
 from cleanrl_utils.device import set_up_jax, set_up_torch
 from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
-from cleanrl_utils.evaluation import play_episodes
+from cleanrl_utils.evaluation import Act, play_episodes
 from cleanrl_utils.hub import repository_name
+from cleanrl_utils.models import find_model
+from cleanrl_utils.tracking import VIDEOS
 
 SCRIPTS = Path(cleanrl.__file__).parent
 
@@ -37,36 +40,39 @@ class Args:
     capture_video: bool = False
     """whether to film one more episode (check out the `videos` folder)"""
     script: Path | None = None
-    """QDagger script that loads the model; by default JAX's if `exp_name` or the end of `hf_repository` has `_jax`"""
+    """QDagger script that loads the model; by default JAX's if the model's name has `_jax` or PyTorch is missing"""
     epsilon: float = 0.01
     """probability of a random action"""
     repeat_action_probability: float | None = None
     """probability of a sticky action, per frame; by default 0 for -v4 and 0.25 for -v5"""
 
 
+def choose_script(model_name: str) -> Path:
+    """Return the QDagger script of the library that is installed; of both, JAX's if the model's name has ``_jax``."""
+    is_jax = "_jax" in model_name
+    if importlib.util.find_spec("flax" if is_jax else "torch") is None:
+        is_jax = not is_jax
+    return SCRIPTS / f"qdagger_dqn_atari{'_jax' if is_jax else ''}_impalacnn.py"
+
+
 def import_script(path: Path) -> ModuleType:
     """Import a script that loads models."""
-    with user_errors(f"{str(path)!r} cannot be imported", "give another --script"):
+    with user_errors(f"{str(path)!r} cannot be imported", f"give another --script, such as {choose_script('')}"):
         spec = importlib.util.spec_from_file_location("script", path)
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)
-    if not hasattr(script, "load_model"):
-        raise UserError(f"--script {str(path)!r} has no function load_model; give a copy of a QDagger script")
+        script.load_model  # noqa: B018  a script that has none can't play
     return script
 
 
-def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
-    """Load the model with the functions of its script.
+def load_act(args: Args, num_actions: int, script: ModuleType, path: Path) -> tuple[Act, float]:
+    """Load a model with the functions of a script.
 
     Returns:
-        A function that chooses actions, int64 (B,), for observations, uint8 (B, 4, 84, 84).
+        The function that chooses actions, and the temperature at which it samples them: 0 if it takes the largest
+        Q-value.
     """
-    envs = AtariEnvs(args.env_id, 1, args.seed, args.repeat_action_probability)
-    envs.close()
-    repo = args.hf_repository or repository_name(args)
-    library = "_jax" if "_jax" in args.exp_name + Path(repo).name else ""
-    script = import_script(args.script or SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py")
-    model = repo, args.exp_name, envs.num_actions, 1.0
+    model = path, num_actions, 1.0
     if hasattr(script, "jax"):
         network, params, temperature = script.load_model(*model, set_up_jax(bf16=True))
         apply = script.jax.jit(network.apply)
@@ -91,7 +97,7 @@ def load_act(args: Args) -> Callable[[np.ndarray], np.ndarray]:
     def act(observation: np.ndarray) -> np.ndarray:
         return script.epsilon_greedy(q_function(observation), args.epsilon, rng, temperature)
 
-    return act
+    return act, temperature
 
 
 def main(args: Args) -> np.ndarray:
@@ -100,10 +106,23 @@ def main(args: Args) -> np.ndarray:
         raise UserError("--eval-episodes must be at least 1, --epsilon from 0 to 1, --seed from 0 to 2^32 - 1")
     if args.capture_video:
         require_packages("--capture-video", *PACKAGES["capture_video"])
-    run_dir = Path(f"{args.env_id.replace('/', '-')}-{Path(args.hf_repository).stem or args.exp_name}")
-    returns = np.array(play_episodes("enjoy", load_act(args), args.eval_episodes, args, run_dir))
+    _, sticky = parse_env_id(args.env_id, args.repeat_action_probability)
+    make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
+    envs = make_envs(num_envs=1, seed=args.seed)
+    envs.close()
+    repo = args.hf_repository or repository_name(args)
+    path = find_model(repo, args.exp_name)
+    script = import_script(args.script or choose_script(f"{Path(repo).name} {path.name}"))
+    act, temperature = load_act(args, envs.num_actions, script, path)
+    folder = path.absolute().parent.name if os.path.exists(os.path.expanduser(repo)) else repo.replace("/", "-")
+    video_dir = VIDEOS / f"{folder}-{path.stem}" if args.capture_video else None
+    first_seed = args.seed + 1000  # as in the scripts' evaluations
+    returns = np.array(play_episodes("enjoy", act, args.eval_episodes, make_envs, first_seed, video_dir))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5
     print(f"standard error {error:.2f}, quartiles {np.quantile(returns, (0.25, 0.5, 0.75)).tolist()}")
+    if args.epsilon == temperature == sticky == 0:
+        found = f"{len(returns)} episodes have {len(set(returns.tolist()))} different returns"
+        print(f"WARNING: {found}: without random actions episodes repeat, and the standard error is too small")
     return returns
 
 

@@ -95,6 +95,7 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
                 result = envs.step(action)
                 observation = result.observation
                 episodes = result.episodes
+        tqdm.write(f"video: {path}")
     except (OSError, IndexError, RuntimeError) as error:  # a broken or missing ffmpeg raises these
         tqdm.write(f"WARNING: the video {path} can't be written ({one_line(error)})")
     return episodes[0][1] if episodes else np.nan

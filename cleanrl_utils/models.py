@@ -1,76 +1,137 @@
-"""Read model files of every format, and convert arrays between PyTorch's names and layouts and flax's.
+"""Find a model on the disk or the Hugging Face Hub, and read its weights from a file of any format.
 
-Arrays have the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in flax. A
-script compares names and shapes with its own networks, so no network is defined here. Models of other libraries get the
-names of CleanRL's scripts. Their last layer computes Q-values (``network.9``), the logits of a policy (``actor``), or
-the logits of C51's return distributions (``network.9`` with ``atoms``).
-Files are untrusted: reading one runs no code from it.
+Arrays have the names of a network's layers, ``network.0.weight`` in PyTorch and ``params/Conv_0/kernel`` in flax.
+Models of other libraries get the names of CleanRL's scripts. Files are untrusted: reading one runs no code from it.
 """
 
 import io
 import json
-import math
+import os
 import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub as hf
 import msgpack
 import numpy as np
 
 from cleanrl_utils.errors import one_line, user_errors
 
 Arrays = dict[str, np.ndarray]  # by name
+# The models in a repository, as arguments of the hub's functions. rl-baselines3-zoo uploads its logs as a zip file.
+MODEL_FILES = {
+    "allow_patterns": ["*.cleanrl_model", "*.zip"],
+    "ignore_patterns": ["*/*", "train_eval_metrics.zip"],
+}
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
 STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
 WRAPPERS = {"_orig_mod", "module"}  # modules of torch.compile and DataParallel that hold the actual one
-SB3_LAYERS = (  # layers of stable-baselines3 and sb3-contrib, and their names here; None: a layer that does not act
-    (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.cnn\.([024])", r"network.\1"),
-    (r"(?:(?:q|quantile)_net\.|pi_)?features_extractor\.linear\.0", "network.7"),
-    (r"q_net\.q_net\.0", "network.9"),
-    (r"quantile_net\.quantile_net\.0", "quantiles"),
-    (r"action_net", "actor"),
-    (r"(?:(?:q|quantile)_net_target|vf_features_extractor)\..*|value_net|critic", None),
-)
+SB3_NAMES = {  # layers of stable-baselines3 and sb3-contrib, and their names here
+    "features_extractor.cnn.": "network.",
+    "features_extractor.linear.0.": "network.7.",
+    "action_net.": "actor.",
+    "quantile_net.0.": "network.9.",
+    "q_net.0.": "network.9.",
+}
+SB3_NOT_ACTING = ("q_net_target.", "quantile_net_target.", "vf_features_extractor.", "value_net.")
+ACTOR = {"actor.weight": "network.9.weight", "actor.bias": "network.9.bias"}  # the last layer of a policy
+ACTOR |= {"params/actor/kernel": "params/Dense_1/kernel", "params/actor/bias": "params/Dense_1/bias"}
 
 
-def model_errors(path: Path) -> AbstractContextManager[None]:
-    """Turn any exception in a ``with`` block into a UserError: the file is not a usable model."""
-    remedy = "use a model of docs/teachers.md or, for a network of your own, the script that saved it"
-    return user_errors(f"{str(path)!r} is not a usable model", remedy)
+def find_model(repo: str, exp_name: str) -> Path:
+    """Find a model; download it if ``repo`` is a hub repository, or find it in the hub's cache without a network.
+
+    Args:
+        repo: the file, its directory or, if nothing has this path, the name of a hub repository. ``name@revision``
+            is a branch, tag or commit of it.
+        exp_name: the name of the file, without .cleanrl_model or .zip. With a script's default, the only model of a
+            directory or repository may have any name.
+
+    Raises:
+        UserError: there is no such model, or the hub can't be reached.
+    """
+    path = Path(os.path.expanduser(repo))
+    is_local = path.exists()
+    problem = f"no model can be loaded from {repo!r}"
+    remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
+    embedded = Path("teachers", path.name)
+    if not is_local:
+        problem = f"there is no {str(path.resolve())!r}, and no model can be loaded from the hub repository {repo!r}"
+    if not is_local and embedded.exists():
+        remedy = f"give {embedded}, a teacher of this project"
+    with user_errors(problem, remedy):
+        if not is_local:
+            path = download_models(repo)
+        if not path.is_file():
+            path = path / choose_model(path, exp_name)
+    if not is_local:
+        print(f"model: {path.name} of {repo} at commit {path.parent.name}")
+    return path
 
 
-def read_model(path: Path, library: Literal["torch", "flax"], own: Mapping[str, Any] | None = None) -> Arrays:
-    """Read a model file of any format; a damaged file can raise almost any exception.
+def download_models(repo: str) -> Path:
+    """Download the models of a hub repository, and no other files; return their directory in the hub's cache."""
+    name, _, revision = repo.partition("@")
+    try:
+        return Path(hf.snapshot_download(name, revision=revision or None, **MODEL_FILES))
+    except hf.errors.LocalEntryNotFoundError as error:  # the hub can't be reached
+        cached = getattr(error, "snapshot_path", None)  # a part of the files, as after `hf download --include`
+        if cached is None:
+            raise (error.__cause__ or error) from None  # its cause is one line
+        print(f"WARNING: the hub can't be reached, and not all models of {repo} are cached")
+        return Path(cached)
+
+
+def choose_model(directory: Path, exp_name: str) -> str:
+    """Return the name of the model in a directory; FileNotFoundError if there is none with this ``exp_name``."""
+    files = [file.name for file in directory.glob("*") if file.is_file()]
+    models = sorted(hf.utils.filter_repo_objects(files, **MODEL_FILES))
+    for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
+        if name in models:
+            return name
+    if exp_name in ("dqn_atari", "dqn_atari_jax") and len(models) == 1:
+        return models[0]
+    has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
+    raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
+
+
+def read_model(
+    path: Path, library: Literal["torch", "flax"], networks: Mapping[str, Mapping[str, Any]]
+) -> tuple[str, Arrays, bool]:
+    """Read the weights of one of ``networks`` from a model file of any format.
 
     Args:
         path: the file.
-        library: the library that names and layouts are for.
-        own: arrays with the names and shapes of the script's own network.
+        library: the library of the networks.
+        networks: arrays with the names and shapes of the weights of each network.
 
     Returns:
-        The arrays of the file in float32. If they have the names and shapes of ``own``, names stay the same and
-        integers are allowed. Otherwise, wrappers such as that of torch.compile are removed from the names, and arrays
-        of the other library are converted.
+        The name of the network, its weights, and whether its outputs are the logits of a policy instead of Q-values.
+
+    Raises:
+        UserError: the file is damaged or has the weights of another network.
     """
+    remedy = "docs/teachers.md lists the agents that can teach"
+    if path.suffix != ".zip":
+        remedy += "; a network of your own is read by the script that saved it"
+    with user_errors(f"{str(path)!r} is not a usable model", remedy):  # a damaged file can raise almost any exception
+        arrays = read_arrays(path)
+        is_policy = False
+        if shapes(arrays) not in [shapes(network) for network in networks.values()]:
+            arrays, is_policy = convert(arrays, library)
+        return matching_network(arrays, networks), arrays, is_policy
+
+
+def read_arrays(path: Path) -> Arrays:
+    """Read the arrays of a model file, with the names of the library that wrote it."""
     data = path.read_bytes()
-    is_torch = data.startswith(ZIP)
-    arrays = read_torch(data) if is_torch else flatten(read_flax(data))
-    own_shapes = shapes(own or {})
-    if shapes(arrays) != own_shapes:
-        if is_torch:
-            arrays = {unwrapped(name): array for name, array in arrays.items()}
-        if is_torch and library == "flax":
-            arrays = torch_to_flax(arrays)
-        if not is_torch and library == "torch":
-            arrays = flax_to_torch(arrays)
-    is_own = shapes(arrays) == own_shapes
-    return {name: as_float32(name, array, keep_integers=is_own) for name, array in arrays.items()}
+    arrays = read_torch(data) if data.startswith(ZIP) else flatten(read_flax(data))
+    return {name: as_float32(name, array) for name, array in arrays.items()}
 
 
 def shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -78,22 +139,17 @@ def shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(np.shape(array)) for name, array in arrays.items()}
 
 
-def check_layers(arrays: Mapping[str, Any], num_actions: int, **networks: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless names and shapes are those of one of the networks, which have ``num_actions``."""
+def matching_network(arrays: Arrays, networks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the network with these names and shapes; ValueError if there is none."""
     found = shapes(arrays)
-    candidates = {name: shapes(network) for name, network in networks.items()}
-    if found in candidates.values():
-        return
-    closest = max(candidates, key=lambda name: len(found.keys() & candidates[name].keys()))
-    needed = candidates[closest]
-    missing = [name for name in needed if name not in found]
-    unknown = [name[:60] for name in found if name not in needed]
-    if missing or unknown:
-        raise ValueError(f"its layers are not those of {closest}: it lacks {missing[:2]} and has {unknown[:2]}")
-    for name, shape in found.items():
-        if shape != needed[name]:
-            problem = f"{name!r} has the shape {shape} instead of {needed[name]} for {num_actions} actions"
-            raise ValueError(f"its layers are not those of {closest}: {problem}")
+    in_common = {name: found.items() & shapes(network).items() for name, network in networks.items()}
+    closest = max(in_common, key=lambda name: len(in_common[name]))
+    needed = shapes(networks[closest])
+    if found == needed:
+        return closest
+    has = [layer for layer in found.items() if layer not in in_common[closest]]
+    lacks = [layer for layer in needed.items() if layer not in in_common[closest]]
+    raise ValueError(f"its layers are not those of {closest} for this game: it lacks {lacks[:2]} and has {has[:2]}")
 
 
 def read_torch(data: bytes) -> dict[str, Any]:
@@ -101,7 +157,8 @@ def read_torch(data: bytes) -> dict[str, Any]:
     archive = zipfile.ZipFile(io.BytesIO(data))
     is_sb3 = {"data", "policy.pth"} <= set(archive.namelist())
     if is_sb3:
-        num_actions = read_sb3_actions(archive.read("data"))
+        sb3_settings = json.loads(archive.read("data"))  # pickles in it are text
+        check_sb3(sb3_settings)
         archive = zipfile.ZipFile(io.BytesIO(archive.read("policy.pth")))
     state_dict = TorchUnpickler(archive).load()
     if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
@@ -109,42 +166,33 @@ def read_torch(data: bytes) -> dict[str, Any]:
     if not isinstance(state_dict, dict):
         raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
     state_dict = {str(name): array for name, array in state_dict.items()}
-    return rename_sb3(state_dict, num_actions) if is_sb3 else state_dict
+    return rename_sb3(state_dict, int(sb3_settings["action_space"]["n"])) if is_sb3 else state_dict
 
 
-def read_sb3_actions(data: bytes) -> int:
-    """Return the number of actions in the settings of stable-baselines3, JSON; ValueError if they can't be played."""
-    settings = json.loads(data)  # pickles in it are text
-    space = settings["action_space"]
-    box = settings["observation_space"]
-    shape = box.get("_shape", box.get("shape"))
-    is_scaled = settings["policy_kwargs"].get("normalize_images", True)
-    if ".Discrete" not in space[":type:"] or shape not in ([4, 84, 84], [84, 84, 4]) or not is_scaled:
-        found = f"{space[':type:']!r:.60}, observations {shape!r:.40}, normalize_images={is_scaled!r:.5}"
-        raise ValueError(f"it has {found}; needed are Discrete actions, four 84×84 frames, normalize_images=True")
-    return int(space["n"])
+def check_sb3(settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a model of stable-baselines3 was trained with other observations."""
+    space = settings["observation_space"]
+    shape = space.get("_shape", space.get("shape"))
+    if shape not in ([4, 84, 84], [84, 84, 4]):
+        remedy = "train it with make_atari_env and VecFrameStack(env, n_stack=4)"
+        raise ValueError(f"its observations have the shape {shape!r:.40} instead of four frames of 84×84; {remedy}")
+    if not settings["policy_kwargs"].get("normalize_images", True):
+        raise ValueError("it was trained with normalize_images=False; train it with the default, True")
 
 
 def rename_sb3(state_dict: Mapping[str, Any], num_actions: int) -> dict[str, Any]:
     """Give the layers of stable-baselines3 their names here, without those that do not act."""
     weights = {}
     for key, array in state_dict.items():
-        layer, _, part = unwrapped(key).rpartition(".")
-        name = sb3_layer_name(layer)
-        if name == "quantiles":  # output i·A + a is quantile i of action a; their mean is linear, as the layer is
-            weights[f"network.9.{part}"] = array.reshape(-1, num_actions, *array.shape[1:]).mean(axis=0)
-        elif name is not None:
-            weights[f"{name}.{part}"] = array
+        name = re.sub(r"^(q_net\.|quantile_net\.|pi_)", "", unwrapped(key))
+        if name.startswith(SB3_NOT_ACTING):
+            continue
+        if name.startswith("quantile_net.0."):  # output i·A + a is quantile i of action a; their mean is linear too
+            array = array.reshape(-1, num_actions, *array.shape[1:]).mean(axis=0)
+        for sb3_name, our_name in SB3_NAMES.items():
+            name = name.replace(sb3_name, our_name)
+        weights[name] = array
     return weights
-
-
-def sb3_layer_name(layer: str) -> str | None:
-    """Return the name here of a layer of stable-baselines3; None if it does not act."""
-    for pattern, name in SB3_LAYERS:
-        match = re.fullmatch(pattern, layer)
-        if match:
-            return name and match.expand(name)
-    raise ValueError(f"it has the layer {layer!r:.60}; needed is a CnnPolicy with default layers")
 
 
 def unwrapped(name: str) -> str:
@@ -204,96 +252,90 @@ def read_flax(data: bytes) -> dict[str, Any]:
         if tree.keys() == {"model_weights", "args"}:  # C51
             flags = tree["args"]
             atoms = np.linspace(flags["v_min"], flags["v_max"], flags["n_atoms"], dtype=np.float32)
-            return tree["model_weights"] | {"atoms": atoms}
+            return {"params": tree["model_weights"]["params"] | {"atoms": atoms}}
         return dict(tree)
     except Exception as error:  # msgpack and NumPy raise many kinds
         raise ValueError(f"it is neither a PyTorch nor a flax model, or damaged ({one_line(error)})") from error
 
 
-def as_float32(name: str, array: Any, keep_integers: bool) -> np.ndarray:
-    """Copy an array of finite floating-point numbers to a float32 array."""
+def as_float32(name: str, array: Any) -> np.ndarray:
+    """Copy an array of finite floating-point numbers to float32, or of integers, such as the counters of layers."""
     dtype = str(getattr(array, "dtype", type(array).__name__))
-    if keep_integers and dtype in ("int32", "int64"):  # such as the counters of normalisation layers
-        return np.array(array, order="C")
+    if dtype in ("int32", "int64"):
+        return np.array(array)
     if "float" not in dtype:
         raise ValueError(f"{name!r:.60} is {dtype}, not floating-point numbers")
-    copy = np.array(array, np.float32, order="C")
+    copy = np.array(array, np.float32)
     if not np.isfinite(copy).all():
         raise ValueError(f"{name!r:.60} holds NaN or infinite values")
     return copy
 
 
-# network.0.res_block1.conv0 is ConvSequence_0/ResidualBlock_1/Conv_0. Layers directly in PyTorch's `Sequential` are
-# Conv_0, Conv_1, … and Dense_0, Dense_1, … in flax. A ReLU follows each of them; a Flatten follows the last
-# convolution, and a Flatten and a ReLU follow the last sequence.
-# Kernels of convolutions are OIHW in PyTorch and HWIO in flax; those of dense layers are (out, in) and (in, out). The
-# first dense layer reads a flattened image: its inputs are ordered CHW in PyTorch and HWC in flax.
-TORCH_LAYER = r"network\.(?:(\d+)\.(?:conv|res_block(\d+)\.conv(\d+))|\d+)|(actor)"
-FLAX_LAYER = r"params/(?:ConvSequence_(\d+)/(?:Conv_0|ResidualBlock_(\d+)/Conv_(\d+))|(?:Conv|Dense)_\d+|(actor))"
+def convert(arrays: Arrays, library: Literal["torch", "flax"]) -> tuple[Arrays, bool]:
+    """Convert arrays to the names and layouts of a library; return them, and whether they are those of a policy."""
+    arrays = {unwrapped(name): array for name, array in arrays.items()}
+    is_policy = not ACTOR.keys().isdisjoint(arrays)
+    arrays = {ACTOR.get(name, name): array for name, array in arrays.items()}
+    is_flax = any(name.startswith("params/") for name in arrays)
+    if is_flax and library == "torch":
+        arrays = flax_to_torch(arrays)
+    if not is_flax and library == "flax":
+        arrays = torch_to_flax(arrays)
+    return arrays, is_policy
 
 
-def flax_to_torch(params: Mapping[str, Any]) -> Arrays:
-    """Convert arrays to PyTorch's names and layouts; ValueError if a layer belongs to another network."""
-    arrays = dict(params)
-    weights = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
-    channels = 0  # of the image that the previous layer returned; 0 after a dense layer
-    place = 0  # of the next layer in `Sequential`
-    for (sequence, block, conv, actor), kernel, bias in layers(arrays, FLAX_LAYER, "/", "kernel"):
-        if sequence:
-            name = f"network.{sequence}." + (f"res_block{block}.conv{conv}" if block else "conv")
-            place = int(sequence) + 2
-        elif actor:
-            name = actor
-        else:
-            if kernel.ndim == 2 and channels:
-                place += 1  # a Flatten
-            name = f"network.{place}"
-            place += 2
-        if kernel.ndim == 2 and channels:
-            side = math.isqrt(len(kernel) // channels)
-            kernel = kernel.reshape(side, side, channels, kernel.shape[1]).transpose(2, 0, 1, 3).reshape(kernel.shape)
-        channels = kernel.shape[3] if kernel.ndim == 4 else 0
-        weights[f"{name}.weight"] = kernel.transpose(3, 2, 0, 1) if kernel.ndim == 4 else kernel.T
-        weights[f"{name}.bias"] = bias
-    return weights
+TEACHER_LAYERS = {"network.0": "Conv_0", "network.2": "Conv_1", "network.4": "Conv_2"}
+TEACHER_LAYERS |= {"network.7": "Dense_0", "network.9": "Dense_1"}
+STUDENT_LAYERS = {"network.5": "Dense_0", "network.7": "Dense_1"}
+STUDENT_LAYERS |= {f"network.{i}.conv": f"ConvSequence_{i}/Conv_0" for i in range(3)}
+STUDENT_LAYERS |= {
+    f"network.{i}.res_block{j}.conv{k}": f"ConvSequence_{i}/ResidualBlock_{j}/Conv_{k}"
+    for i in range(3)
+    for j in range(2)
+    for k in range(2)
+}
 
 
-def torch_to_flax(weights: Mapping[str, Any]) -> Arrays:
-    """Convert arrays to flax's names and layouts: the inverse of :func:`flax_to_torch`."""
-    arrays = dict(weights)
-    params = {"atoms": arrays.pop("atoms")} if "atoms" in arrays else {}
-    channels = 0
-    count = {"Conv": 0, "Dense": 0}
-    for (sequence, block, conv, actor), weight, bias in layers(arrays, TORCH_LAYER, ".", "weight"):
-        if sequence:
-            name = f"params/ConvSequence_{sequence}/" + (f"ResidualBlock_{block}/Conv_{conv}" if block else "Conv_0")
-        elif actor:
-            name = "params/actor"
-        else:
-            kind = "Conv" if weight.ndim == 4 else "Dense"
-            name = f"params/{kind}_{count[kind]}"
-            count[kind] += 1
-        if weight.ndim == 2 and channels:
-            side = math.isqrt(weight.shape[1] // channels)
-            weight = weight.reshape(len(weight), channels, side, side).transpose(0, 2, 3, 1).reshape(weight.shape)
-        channels = len(weight) if weight.ndim == 4 else 0
-        kernel = weight.transpose(2, 3, 1, 0) if weight.ndim == 4 else weight.T
-        params[f"{name}/kernel"] = kernel
-        params[f"{name}/bias"] = bias
+def flax_names(layers: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of arrays in flax, by their names in PyTorch."""
+    kernels = {f"{torch}.weight": f"params/{flax}/kernel" for torch, flax in layers.items()}
+    biases = {f"{torch}.bias": f"params/{flax}/bias" for torch, flax in layers.items()}
+    return kernels | biases | {"atoms": "params/atoms"}
+
+
+# The names of arrays, and the width of the image that the first dense layer reads.
+TEACHER = flax_names(TEACHER_LAYERS), 7
+STUDENT = flax_names(STUDENT_LAYERS), 11
+FIRST_DENSE = "params/Dense_0/kernel"
+
+# Kernels of convolutions are OIHW in PyTorch and HWIO in flax; those of dense layers are OI and IO. The first dense
+# layer reads an image, which PyTorch flattens in the order CHW and flax in the order HWC.
+
+
+def torch_to_flax(weights: Arrays) -> Arrays:
+    """Convert the arrays of a teacher or student to flax's names and layouts, and no others."""
+    names, width = STUDENT if "network.0.conv.weight" in weights else TEACHER
+    params = {}
+    for torch_name, array in weights.items():
+        name = names.get(torch_name, torch_name)
+        if name == FIRST_DENSE:
+            array = array.reshape(len(array), -1, width, width)
+        array = array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T
+        params[name] = array.reshape(-1, array.shape[-1]) if name == FIRST_DENSE else array
     return params
 
 
-def layers(arrays: Mapping[str, Any], pattern: str, separator: str, kernel: str) -> Iterator[tuple]:
-    """Yield (groups of ``pattern`` in the layer's name, kernel, bias) of each layer, in the order of the network."""
-    found: dict[str, dict[str, Any]] = {}
-    for key in sorted(arrays, key=lambda key: re.sub(r"\d+", lambda number: number[0].zfill(9), key)):  # 2 before 10
-        layer, _, name = key.rpartition(separator)
-        found.setdefault(layer, {})[name] = arrays[key]
-    for layer, parts in found.items():
-        match = re.fullmatch(pattern, layer)
-        if not match or parts.keys() != {kernel, "bias"} or np.ndim(parts[kernel]) not in (2, 4):
-            raise ValueError(f"{layer!r:.60} can't be converted between PyTorch and flax")
-        yield match.groups(), parts[kernel], parts["bias"]
+def flax_to_torch(params: Arrays) -> Arrays:
+    """Convert arrays to PyTorch's names and layouts: the inverse of :func:`torch_to_flax`."""
+    names, width = STUDENT if "params/ConvSequence_0/Conv_0/kernel" in params else TEACHER
+    torch_names = {name: torch_name for torch_name, name in names.items()}
+    weights = {}
+    for name, array in params.items():
+        if name == FIRST_DENSE:
+            array = array.reshape(width, width, -1, array.shape[-1])
+        array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
+        weights[torch_names.get(name, name)] = array.reshape(len(array), -1) if name == FIRST_DENSE else array
+    return weights
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

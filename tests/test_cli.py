@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import dqn_atari
 import dqn_atari_jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
@@ -48,7 +47,7 @@ from hypothesis import strategies as st
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.checks import check_args, size_problem
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import read_model
+from cleanrl_utils.models import convert, read_arrays
 
 EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
@@ -107,7 +106,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         flags += f"--teacher_policy_hf_repo {teacher} --teacher-model-exp-name {DQN} --capture-video"
     else:
         flags += f"--teacher_policy_hf_repo {folder}"
-        params = qdagger_jax.load_model(str(teacher), DQN, NUM_ACTIONS, 1.0, jnp.float32)[1]
+        params = qdagger_jax.load_model(teacher / f"{DQN}.cleanrl_model", NUM_ACTIONS, 1.0)[1]
         qdagger_jax.save_model(params, folder / f"{DQN_JAX}.cleanrl_model")
         environ["PYTHONPATH"] = f"{without_torch(folder / 'no')}{os.pathsep}{REPO}"
     command = [sys.executable, "-c", SHORT_EPISODES, "80" if script == STUDENT else "-1"]
@@ -197,7 +196,7 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
     names = [f"{script}-offline-60.cleanrl_model", f"{script}-offline-100.cleanrl_model", f"{script}.cleanrl_model"]
     others = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
     assert others == {*names, "curves.png", "finished", "wandb_id"}
-    weights = [read_model(run_dir / name, "torch") for name in names]
+    weights = [convert(read_arrays(run_dir / name), "torch")[0] for name in names]
     assert all(w.keys() == qdagger.QNetwork(NUM_ACTIONS).state_dict().keys() for w in weights)
     for before, after in itertools.pairwise(weights):
         assert not np.array_equal(before["network.0.conv.weight"], after["network.0.conv.weight"])
@@ -284,7 +283,7 @@ def test_pretraining_alone(
 
     The teacher is a policy, and samples wherever it acts.
     """
-    weights = read_model(teacher / f"{DQN}.cleanrl_model", "torch").items()
+    weights = read_arrays(teacher / f"{DQN}.cleanrl_model").items()
     path = tmp_path / "policy"
     path.write_bytes(to_bytes(flax_params({key.replace("network.9", "actor"): array for key, array in weights})))
     evaluations, temperatures, choose = [], [], script.epsilon_greedy
@@ -370,8 +369,9 @@ def test_dqn_makes_a_teacher(
     tags = {"charts/epsilon", "charts/SPS", "losses/td_loss", "losses/q_values"}
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
     assert scalars["eval/episodic_return"][0][0] == 0
-    saved = read_model(run_dir / f"{script.__name__}.cleanrl_model", "torch")
-    loaded = qdagger.load_model(str(run_dir), script.__name__, NUM_ACTIONS, 1.0)[0].state_dict()
+    path = run_dir / f"{script.__name__}.cleanrl_model"
+    saved, _ = convert(read_arrays(path), "torch")
+    loaded = qdagger.load_model(path, NUM_ACTIONS, 1.0)[0].state_dict()
     assert saved.keys() == loaded.keys()
     assert all(np.array_equal(saved[key], loaded[key]) for key in saved)
 

@@ -1,5 +1,7 @@
 """The command that plays a saved model: which script and backend, the same episodes for all, bad input."""
 
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +17,15 @@ from helpers import flax_params
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import read_model
+from cleanrl_utils.models import read_arrays
 
 ROOT = Path(__file__).parent.parent
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
+NO_TORCH = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,19 +73,16 @@ def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixtu
 
 
 def test_which_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of JAX if the name of the model, or of its file, directory or repository, has ``_jax``."""
-
-    def refuse(path: Path) -> None:
-        raise UserError(path.name)
-
-    monkeypatch.setattr(enjoy, "import_script", refuse)
-    for repository, exp_name, library in (
-        ("lab_jax/a", "dqn_atari", ""),
-        ("lab/a", "c51_atari_jax", "_jax"),
-        ("lab/dqn_atari_jax.cleanrl_model", "dqn_atari", "_jax"),
+    """That of JAX if the name of the model has ``_jax``; that of the other library if one is not installed."""
+    for missing, names in (
+        ("", {"lab_jax/dqn_atari": "", "c51_atari_jax.cleanrl_model": "_jax"}),
+        ("torch", {"dqn_atari": "_jax", "c51_atari_jax": "_jax"}),
+        ("flax", {"dqn_atari": "", "c51_atari_jax": ""}),
     ):
-        with pytest.raises(UserError, match=f"^qdagger_dqn_atari{library}_impalacnn.py$"):
-            play(repository, exp_name=exp_name)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)
+            for name, library in names.items():
+                assert enjoy.choose_script(Path(name).name).name == f"qdagger_dqn_atari{library}_impalacnn.py"
 
 
 def test_one_episode_and_its_video(
@@ -95,7 +99,7 @@ def test_one_episode_and_its_video(
 
     monkeypatch.setattr(enjoy, "import_script", import_and_record)
     monkeypatch.chdir(tmp_path)
-    weights = read_model(directory / "dqn_atari.cleanrl_model", "torch")
+    weights = read_arrays(directory / "dqn_atari.cleanrl_model")
     policy = flax_params({key.replace("network.9", "actor"): array for key, array in weights.items()})
     (tmp_path / "ppo").write_bytes(to_bytes(policy))
     (episodic_return,) = play("ppo", eval_episodes=1, capture_video=True)
@@ -105,17 +109,43 @@ def test_one_episode_and_its_video(
     assert temperatures == {1.0}
 
 
+def test_each_model_has_a_video_of_its_own(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Also the models of two runs, whose files have the same name; the path is printed."""
+    monkeypatch.chdir(tmp_path)
+    model = directory / "dqn_atari.cleanrl_model"
+    for run in ("runs/a", "runs/b"):
+        Path(run).mkdir(parents=True)
+        shutil.copy(model, run)
+        play(f"{run}/dqn_atari.cleanrl_model", capture_video=True, eval_episodes=1)
+        (path,) = re.findall("^video: (.*)$", capsys.readouterr().out, re.MULTILINE)
+        assert Path(path).is_file()
+    assert len([*Path("videos").rglob("*.mp4")]) == 2
+
+
+def test_greedy_episodes_repeat(directory: Path, capsys: pytest.CaptureFixture) -> None:
+    """A warning says so where nothing but the no-ops is random."""
+    returns = play(directory, epsilon=0, eval_episodes=3)
+    warning = f"WARNING: 3 episodes have {len(set(returns))} different returns: "
+    assert warning in capsys.readouterr().out
+    for flags in ({"epsilon": 0.01}, {"repeat_action_probability": 0.1}):
+        play(directory, **{"epsilon": 0} | flags)
+        assert "WARNING" not in capsys.readouterr().out
+
+
 def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CleanRL's flags name the repository."""
     asked = []
-    monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(vars(args[3])) or np.zeros(3))
+    monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(args) or np.zeros(3))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
     with pytest.raises(UserError, match="repository 'lab/ALE-Alien-v5-c51_atari-seed2': division by zero"):
         play("", **flags)
     play(directory, repeat_action_probability=0.1)
-    expected = {"env_id": GAME, "seed": 5, "repeat_action_probability": 0.1}
-    assert expected.items() <= asked[0].items()
+    _, _, episodes, make_envs, seed, video_dir = asked[0]
+    assert (make_envs.args, make_envs.keywords) == ((GAME,), {"repeat_action_probability": 0.1})
+    assert (episodes, seed, video_dir) == (2, 1005, None)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +153,14 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     [
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
         ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
-        ({"env_id": "PongNoFrameskip-v4"}, "for 6 actions"),
+        ({"env_id": "PongNoFrameskip-v4"}, "it lacks [('network.9.weight', (6, 512))"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
         ({"script": Path("nowhere.py")}, "'nowhere.py' cannot be imported:"),
         ({"script": ROOT / "README.md"}, "README.md' cannot be imported:"),
-        ({"script": ROOT / "cleanrl" / "dqn_atari.py"}, "has no function load_model"),
+        (
+            {"script": ROOT / "cleanrl" / "dqn_atari.py"},
+            "has no attribute 'load_model'; give another --script, such as",
+        ),
     ],
 )
 def test_bad_input(flags: dict, message: str, directory: Path) -> None:
@@ -145,18 +178,23 @@ def test_video_without_its_packages(directory: Path, monkeypatch: pytest.MonkeyP
         play(directory, capture_video=True)
 
 
-def test_jax_model_plays_without_torch(directory: Path, tmp_path: Path) -> None:
-    """A model of PyTorch is one line and exit code 2. Klax is over within a few hundred steps, and has 18 actions."""
-    (tmp_path / "torch.py").write_text("raise ImportError('No module named torch')")
+def test_a_user_without_torch(directory: Path, tmp_path: Path) -> None:
+    """JAX plays PyTorch's model. PyTorch's script is refused in one line that names the other.
+
+    Klax is over within a few hundred steps, and has 18 actions.
+    """
+    (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
     command = [sys.executable, "-m", "cleanrl_utils.enjoy", "--hf-repository", str(directory), "--eval-episodes", "1"]
-    command += ["--env-id", "KlaxNoFrameskip-v4", "--exp-name"]
+    command += ["--env-id", "KlaxNoFrameskip-v4", "--exp-name", "dqn_atari"]
     environment = {"PATH": "", "PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"}
     jax, torch = (
-        subprocess.run([*command, name], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        for name in ("dqn_atari_jax", "dqn_atari")
+        subprocess.run([*command, *more], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        for more in ([], ["--script", qdagger.__file__])
     )
     assert jax.returncode == 0, jax.stderr
     assert "enjoy: return " in jax.stdout
     assert torch.returncode == 2
     assert len(torch.stderr.splitlines()) == 1
-    assert "qdagger_dqn_atari_impalacnn.py' cannot be imported: No module named torch;" in torch.stderr
+    assert "qdagger_dqn_atari_impalacnn.py' cannot be imported: " in torch.stderr
+    assert "give another --script, such as " in torch.stderr
+    assert torch.stderr.endswith("qdagger_dqn_atari_jax_impalacnn.py\n")

@@ -17,16 +17,17 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
-import qdagger_dqn_atari_impalacnn as qdagger
-import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import yaml
 from huggingface_hub import constants
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.hub import check_upload_possible, model_card, upload_model
+from cleanrl_utils.hub import check_upload_possible, model_card, upload_model, whoami
+from cleanrl_utils.models import find_model
+from cleanrl_utils.tracking import versions
 
 MODEL = b"the model's bytes" * 100
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+V1_MODEL, V1_COMMIT = b"an older model", "fedcba9876543210fedcba9876543210fedcba98"  # of the tag v1
 TOKEN = "hf_a_token_of_alice"
 
 # Status and headers of the answer to a request for a repository's model.
@@ -49,6 +50,7 @@ class Hub(ThreadingHTTPServer):
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         self.files: dict[str, dict[str, bytes]] = {}  # the files of each repository after them
         self.commit_status = 200
+        self.role = "write"  # of the token
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -65,16 +67,22 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def do_GET(self):
-        match = re.fullmatch(r"(?:/api/models)?/(\w+/[\w-]+)/(\w+)/\w+(?:/(.+))?", urlsplit(self.path).path)
-        repo, part, file = match.groups() if match else ("", "", "")
+        if self.path == "/api/whoami-v2":
+            known = self.headers["Authorization"] == f"Bearer {TOKEN}"
+            user = {"name": "alice", "auth": {"type": "access_token", "accessToken": {"role": self.server.role}}}
+            self.answer(200 if known else 401, user)
+            return
+        match = re.fullmatch(r"(?:/api/models)?/(\w+/[\w-]+)/(\w+)/(\w+)(?:/(.+))?", urlsplit(self.path).path)
+        repo, part, revision, file = match.groups() if match else ("", "", "", "")
+        commit = V1_COMMIT if revision in ("v1", V1_COMMIT) else COMMIT
         status, headers = DOWNLOADS.get(repo, (200, {}) if repo in self.server.files else (404, {}))
         if part != "resolve" and repo in ("lab/gated", "lab/cut"):
             status, headers = 200, {}  # all may list the files
-        tag = f'"{len(self.server.commits)}-{repo.replace("/", "-")}-{(file or "").replace("/", "-")}"'
-        files = self.server.files.get(repo, {"dqn_atari.cleanrl_model": MODEL})
+        tag = f'"{commit[:4]}-{len(self.server.commits)}-{repo.replace("/", "-")}-{(file or "").replace("/", "-")}"'
+        files = self.server.files.get(repo, {"dqn_atari.cleanrl_model": V1_MODEL if commit == V1_COMMIT else MODEL})
         tree = [{"type": "file", "oid": "0", "path": path, "size": len(data)} for path, data in files.items()]
-        body = {"revision": {"id": repo, "sha": COMMIT}, "tree": tree}.get(part, files.get(file, b""))
-        self.answer(status, body if status == 200 else b"", {"X-Repo-Commit": COMMIT, "ETag": tag} | headers)
+        body = {"revision": {"id": repo, "sha": commit}, "tree": tree}.get(part, files.get(file, b""))
+        self.answer(status, body if status == 200 else b"", {"X-Repo-Commit": commit, "ETag": tag} | headers)
 
     do_HEAD = do_GET
 
@@ -127,6 +135,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
+    whoami.cache_clear()
     with serve() as server:
         use_hub(server.url, monkeypatch)
         yield server
@@ -136,17 +145,9 @@ def hub(tmp_path, monkeypatch):
 # ==================== downloads ====================
 
 
-def find(repo, script=qdagger, exp_name="dqn_atari"):
-    """Return the text of the file that `load_model` finds."""
-
-    def stop(path, *_):
-        raise SystemExit(path.read_text())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "read_model", stop)
-        with pytest.raises(SystemExit) as found:
-            script.load_model(repo, exp_name, 6, 0.1)
-    return found.value.code
+def find(repo, exp_name="dqn_atari"):
+    """Return the text of the file that is found."""
+    return find_model(repo, exp_name).read_text()
 
 
 def check_error(repo, reason=""):
@@ -155,11 +156,11 @@ def check_error(repo, reason=""):
         find(repo)
     line = str(caught.value)
     place = os.path.abspath(repo)
-    assert line.startswith(f"there is no file or directory {place!r}, and no model can be loaded from the hub rep")
-    assert f"the hub repository {repo!r}: " in line
+    assert line.startswith(f"there is no {place!r}, and no model can be loaded from the hub repository {repo!r}: ")
     assert reason in line
     assert "; give another file, directory or hub repository (`hf auth login` for a private one" in line
     assert line.isprintable()
+    return line
 
 
 def test_downloads(hub, monkeypatch):
@@ -177,7 +178,42 @@ def test_downloads(hub, monkeypatch):
         check_error("lab/other", "Connection refused")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find("lab/good") == MODEL.decode()
-    check_error("lab/other", "set 'HF_HUB_OFFLINE=0'")
+    assert len(check_error("lab/other", "offline mode is enabled")) < 500
+
+
+def test_revision(hub, monkeypatch, capsys):
+    """A tag or commit pins a model, also offline, and the commit is printed."""
+    for repo, model, commit in (
+        ("lab/good", MODEL, COMMIT),
+        ("lab/good@v1", V1_MODEL, V1_COMMIT),
+        (f"lab/good@{V1_COMMIT}", V1_MODEL, V1_COMMIT),
+    ):
+        for offline in (False, True):
+            monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+            assert find(repo) == model.decode()
+            assert f"model: dqn_atari.cleanrl_model of {repo} at commit {commit}\n" in capsys.readouterr().out
+
+
+def test_one_cached_file_of_several(hub, monkeypatch, capsys):
+    """It is found without the hub, and another one is missed in one line."""
+    hub.files["lab/three"] = {name: name.encode() for name in ("a.zip", "b.zip", "c.zip")}
+    huggingface_hub.snapshot_download("lab/three", allow_patterns=["b.zip"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find("lab/three", "b") == "b.zip"
+    assert "WARNING: the hub can't be reached, and not all models of lab/three are cached" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no file a.cleanrl_model or a.zip; choose with .* from b.zip; "):
+        find("lab/three", "a")
+
+
+def test_embedded_teacher_of_the_same_name(hub, monkeypatch):
+    """CleanRL's own commands name it where the hub can't be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    Path("teachers/PongNoFrameskip-v4-dqn_atari-seed1").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match="; give teachers/PongNoFrameskip-v4-dqn_atari-seed1, a teacher of this"
+    ) as error:
+        find("cleanrl/PongNoFrameskip-v4-dqn_atari-seed1")
+    assert len(str(error.value)) < 500
 
 
 def test_repository_of_another_library(hub, monkeypatch):
@@ -188,8 +224,8 @@ def test_repository_of_another_library(hub, monkeypatch):
     name = "dqn-BreakoutNoFrameskip-v4"
     files = [f"{name}.zip", f"{name}/policy.pth", f"{name}/a.zip", "train_eval_metrics.zip", "args.yml", "replay.mp4"]
     hub.files |= {f"sb3/{name}": {file: file.encode() for file in files}, "lab/two": {"b.zip": b"", "a.zip": b""}}
-    for script, exp_name in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax")):
-        assert find(f"sb3/{name}", script, exp_name) == f"{name}.zip"
+    for exp_name in ("dqn_atari", "dqn_atari_jax"):
+        assert find(f"sb3/{name}", exp_name) == f"{name}.zip"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find(f"sb3/{name}") == f"{name}.zip"
     assert {path.name for path in Path("cache").rglob("snapshots/*/*")} == {f"{name}.zip"}
@@ -239,15 +275,18 @@ class Args:
 
 
 RUN_DIR = Path("runs/a run")
-UPLOADED = {"test_hub.cleanrl_model": MODEL, "events.out.tfevents.1": b"events"}
+WRITTEN = {"test_hub.cleanrl_model": MODEL, "events.out.tfevents.1": b"events"}  # by the run
+UPLOADED = WRITTEN | {"videos/teacher.mp4": b"a", "videos/eval.mp4": b"b", "replay.mp4": b"b"}
+UPLOADED["test_hub.py"] = Path(__file__).read_bytes()
 
 
 @pytest.fixture
 def upload(hub, tmp_path, capsys):
     """Upload a run as a script does; a function of flags that returns standard output and standard error."""
     for path, data in {
-        **{RUN_DIR / name: data for name, data in UPLOADED.items()},
+        **{RUN_DIR / name: data for name, data in WRITTEN.items()},
         RUN_DIR / "test_hub-offline-100.cleanrl_model": b"not for the hub",
+        RUN_DIR / "test_hub-online-100.cleanrl_model": b"not for the hub",
         RUN_DIR / "checkpoint/state": b"not for the hub",
         "videos/a run/teacher.mp4": b"a",
         "videos/a run/eval.mp4": b"b",
@@ -274,16 +313,17 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     [(committed_to, files)] = hub.commits
     assert committed_to == repo
     readme = files.pop("README.md").decode()
-    videos = {"videos/a run/teacher.mp4": b"a", "videos/a run/eval.mp4": b"b", "replay.mp4": b"b"}
-    assert files == UPLOADED | videos | {"test_hub.py": Path(__file__).read_bytes()}
+    assert files == UPLOADED
     _, metadata, text = readme.split("---\n", 2)
     metadata = yaml.safe_load(metadata)
     assert metadata["library_name"] == "cleanrl"
     assert {"ALE/Pong-v5", "reinforcement-learning"} <= set(metadata["tags"])
     assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == "19.00 +/- 1.00"
     assert "Mean return 19.00 +/- 1.00 over 2 episodes at epsilon 0.01" in text
+    assert f"\nwith {versions()}.\n" in text
     game = "--env-id ALE/Pong-v5 --repeat-action-probability 0.1"
-    assert f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game} --epsilon 0.01\n" in text
+    play = f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game} --epsilon 0.01 \\\n"
+    assert f"{play}    --script cleanrl/qdagger_dqn_atari_impalacnn.py\n" in text
     teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
     assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
     flags = f"{' --hf-entity lab' if entity else ''} --capture-video"
@@ -292,11 +332,12 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
 
 
 def test_model_card_of_a_changed_script():
-    """Only a copy of a QDagger script has to be given to enjoy."""
+    """A copy of a QDagger script plays and teaches its own students."""
     student = make_dataclass("Args", [("teacher_policy_hf_repo", str, "x")], bases=(Args,))
     student.__module__ = __name__
-    assert " --script cleanrl/test_hub.py --epsilon" in model_card(student(), "lab/student", [1.0])
-    assert "--script" not in model_card(Args(), "lab/student", [1.0])
+    card = model_card(student(), "lab/student", [1.0])
+    assert " --script cleanrl/test_hub.py\n" in card
+    assert "\npython cleanrl/test_hub.py --teacher-policy-hf-repo lab/student " in card
 
 
 def check_failure(result, reason):
@@ -310,22 +351,39 @@ def check_failure(result, reason):
     return shlex.split(command)
 
 
-def test_command_of_a_failed_upload_uploads(upload, hub, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_another")
-    check_failure(upload(), "Invalid credentials")
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.commit_status = 500
-    command = check_failure(upload(hf_entity="lab"), "500 Internal Server Error")
-    assert not hub.commits
-    hub.commit_status = 200
+@pytest.mark.parametrize("entity", ["", "lab"])
+def test_command_of_a_failed_upload_uploads(entity, upload, hub, tmp_path, monkeypatch):
+    """It uploads all that the run would have uploaded, after a hub that was down or full."""
+    for failing in ("commit", "create"):
+        with monkeypatch.context() as patch:
+            if failing == "commit":
+                patch.setattr(hub, "commit_status", 500)
+            else:
+                patch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: 1 / 0)
+            reason = "500 Internal Server Error" if failing == "commit" else "division by zero"
+            command = check_failure(upload(hf_entity=entity), reason)
+        assert not hub.commits
     command[0] = str(Path(sys.executable).with_name(command[0]))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     [(repo, files)] = hub.commits
-    assert repo == "lab/ALE-Pong-v5-test_hub-seed3"
-    assert files.pop("README.md")
+    assert repo == f"{entity or 'alice'}/ALE-Pong-v5-test_hub-seed3"
+    assert f" --hf-repository {repo} " in files.pop("README.md").decode()
     assert files == UPLOADED
+
+
+def test_token_without_write_access(upload, hub, monkeypatch):
+    """It is refused before the training. A hub that can't be reached then may be reached at the end."""
+    hub.role = "read"
+    with pytest.raises(UserError, match=r"token with write access .* the role of this token is 'read'$"):
+        upload()
+    whoami.cache_clear()
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    with pytest.raises(UserError, match=r"token with write access .* the role of this token is 'invalid'$"):
+        upload()
+    use_hub("http://127.0.0.1:9", monkeypatch)
+    check_upload_possible(Args())
 
 
 def test_impossible_upload_is_refused_before_the_training(upload, monkeypatch):

@@ -19,10 +19,10 @@ from test_update import log_softmax, nature
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.atari import AtariEnvs
-from cleanrl_utils.models import read_model
+from cleanrl_utils.models import read_arrays
 
 PONG = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model"
-SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 5
+SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 51
 MODELS = {  # the class and its options
     "DQN": (DQN, {"buffer_size": 1}),
     "QR-DQN": (QRDQN, {"buffer_size": 1}),
@@ -65,7 +65,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         net = net.q_net if algorithm is DQN else net.quantile_net
         extractor, head, sharpness = net.features_extractor, (net.q_net if algorithm is DQN else net.quantile_net)[0], 1
     layers = {0: extractor.cnn[0], 2: extractor.cnn[2], 4: extractor.cnn[4], 7: extractor.linear[0], 9: head}
-    for key, array in read_model(PONG, "torch").items():
+    for key, array in read_arrays(PONG).items():
         _, index, part = key.split(".")
         value = torch.from_numpy(array) * (sharpness if index == "9" else 1)
         if index == "9" and algorithm is QRDQN:
@@ -113,13 +113,13 @@ def test_enjoy(saved: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def cleanrl_file(kind: str, weights: dict[str, np.ndarray]) -> bytes:
     """Return a file as a script of CleanRL writes it."""
-    args = {"exp_name": kind, "track": False, "wandb_entity": None, "v_min": -1, "v_max": 0.5, "n_atoms": ATOMS}
+    args = {"exp_name": kind, "track": False, "wandb_entity": None, "v_min": -5, "v_max": 2.5, "n_atoms": ATOMS}
     params = flax_params(weights)
     if kind == "dqn_atari":
         return torch_bytes(weights)
     if kind == "c51_atari":
         state = {key: torch.from_numpy(value) for key, value in weights.items()}
-        return torch_bytes({"model_weights": state | {"atoms": torch.linspace(-1, 0.5, ATOMS)}, "args": args})
+        return torch_bytes({"model_weights": state | {"atoms": torch.linspace(-5, 2.5, ATOMS)}, "args": args})
     if kind == "c51_atari_jax":
         return flax.serialization.to_bytes({"model_weights": params, "args": args})
     heads = (params["params"].pop("Dense_1"), {"kernel": np.ones((512, 1)), "bias": np.ones(1)})
@@ -135,7 +135,7 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
     path.write_bytes(cleanrl_file(kind, weights))
     expected = nature({key: value.astype(float) for key, value in weights.items()}, batch["observation"])
     if c51:
-        expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-1, 0.5, ATOMS)
+        expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-5, 2.5, ATOMS)
     rounded = load_q_function(script, path, bf16=True)[0](batch["observation"])
     assert rounded.dtype == np.float32
     np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02)

@@ -115,7 +115,7 @@ def test_enjoy_plays_the_model_with_the_copy(student: Student, tmp_path: Path, m
     assert returns.sum() > 0
     for model in (student.model, student.model.with_stem(f"{student.path.stem}-offline-4")):
         with pytest.raises(UserError, match=re.escape(str(model))) as refused:
-            student.script.load_model(str(model), "", NUM_ACTIONS, 1.0)
+            student.script.load_model(model, NUM_ACTIONS, 1.0)
         assert len(str(refused.value).splitlines()) == 1
 
 
