@@ -81,6 +81,7 @@ def tags_of(script: Path) -> set[str]:
     values = {  # of a variable in a tag
         "losses/{name}": re.findall(r"^    (\w+): ", losses, re.MULTILINE),
         "charts/{name}/avg_episodic_return": ["teacher", "random"],
+        "charts/offline/{name}": ["loss", "q_loss", "distill_loss"],
         "charts/{phase}/avg_episodic_return": ["offline", "online"],
     }
     tags = re.findall(r'add_scalar\(\s*f?"([^"]+)"', source)
