@@ -168,7 +168,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_module_is_in_the_table_of_files() -> None:
     text = section(DOCS / "contributing.md", "Which file contains what")
     for file in [*SCRIPTS, *(ROOT / "cleanrl_utils").glob("*.py")]:
-        assert file.name == "__init__.py" or f"`{file.relative_to(ROOT)}`" in text, file.name
+        assert file.name == "__init__.py" or f"`{file.relative_to(ROOT).as_posix()}`" in text, file.name
     for name in re.findall(r"`([\w/.]+\.py)`", text):
         assert (ROOT / name).is_file(), name
 
