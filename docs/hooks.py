@@ -1,4 +1,4 @@
-"""Formulas become MathML when the site is built: browsers draw it by themselves, without a script and a network."""
+"""Formulas become MathML when the site is built, which browsers show without a script and a network."""
 
 import html
 import re

@@ -1,6 +1,7 @@
 """README and docs agree with the code: flags, metrics, commands, files, links, results; and the site builds."""
 
 import ast
+import functools
 import os
 import re
 import shlex
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
 from matplotlib.figure import Figure
 
 from benchmark import publish
-from cleanrl_utils import report
+from cleanrl_utils import evaluation, report
 from cleanrl_utils.checkpoint import MAY_CHANGE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,9 +29,15 @@ FOREIGN = {"--help", "--extra", "--torch-backend", "--busy", "--init", "--slurm-
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+def read(path: Path) -> str:
+    """Return the text of a file, which is UTF-8 on every system."""
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
 def flags_of(file: Path) -> dict[str, str | None]:
     """Return names and defaults, as source text, of the ``Args`` of a program, without importing its libraries."""
-    classes = [node for node in ast.parse(file.read_text()).body if getattr(node, "name", "") == "Args"]
+    classes = [node for node in ast.parse(read(file)).body if getattr(node, "name", "") == "Args"]
     fields = [field for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
     return {field.target.id: field.value and ast.unparse(field.value) for field in fields}
 
@@ -42,7 +50,7 @@ def has_flag(flags: dict[str, str | None], word: str) -> bool:
 
 def section(page: Path, title: str) -> str:
     """Return the text below a heading of the second level."""
-    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text(), re.DOTALL | re.MULTILINE)[1]
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", read(page), re.DOTALL | re.MULTILINE)[1]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -53,53 +61,58 @@ def rows(text: str) -> list[list[str]]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each command in the shell blocks of a page."""
-    for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines():
+    """Yield the words of each command in the shell blocks of a page; those for Windows as on Linux."""
+    for shell, block in re.findall(r"^```(bash|bat)\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE):
+        text = block.replace("\\\n", " ") if shell == "bash" else block.replace(".venv\\Scripts\\", "")
+        for line in text.splitlines():
             words = shlex.split(line, comments=True)
             yield words[words.index("python") :] if "python" in words else words
 
 
 def prose(page: Path) -> str:
     """Return the text of a page without code blocks."""
-    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"^ *```.*?^ *```", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def tags_of(script: Path) -> set[str]:
     """Return the tags that a script logs."""
-    source = script.read_text()
-    names = {
-        "losses/{name}": re.findall(r"^    (\w+): ", re.search(r"class Losses.*?\n\n\n", source, re.DOTALL)[0], re.M),
+    source = read(script)
+    losses = re.search(r"class Losses.*?\n\n\n", source, re.DOTALL)[0]
+    values = {  # of a variable in a tag
+        "losses/{name}": re.findall(r"^    (\w+): ", losses, re.MULTILINE),
+        "charts/{name}/avg_episodic_return": ["teacher", "random"],
+        "charts/offline/{name}": ["loss", "q_loss", "distill_loss"],
+        "charts/{phase}/avg_episodic_return": ["offline", "online"],
     }
     tags = re.findall(r'add_scalar\(\s*f?"([^"]+)"', source)
-    return {tag.replace("{name}", name) for tag in tags for name in names.get(tag, [""])}
+    return {re.sub(r"{\w+}", value, tag) for tag in tags for value in values.get(tag, [""])}
 
 
 def test_documented_flags_have_their_defaults() -> None:
-    """The tables of flags agree with the scripts, and say which flags only PyTorch has."""
-    table = {name.strip("`"): (default, text) for name, default, text in rows(section(DOCS / "qdagger.md", "Flags"))}
-    assert {"n_step", "distill_coefficient", "resume", "num_envs", "temperature"} <= table.keys()
-    for script in SCRIPTS[2:]:
-        flags = flags_of(script)
-        for name, (default, text) in table.items():
-            if "jax" in script.stem and text.startswith("PyTorch only"):
-                assert name not in flags
-            else:
-                assert ast.literal_eval(flags[name]) == ast.literal_eval(default.replace(",", "")), name
+    """The tables of flags agree with the scripts, and name PyTorch beside the flags that only its script has."""
+    torch_flags, jax_flags = (flags_of(script) for script in SCRIPTS[2:])
+    table = rows(section(DOCS / "qdagger.md", "Flags"))
+    assert table
+    for cell, default, text in table:
+        name = cell.strip("`")
+        for flags in (torch_flags, jax_flags) if name in jax_flags else (torch_flags,):
+            assert ast.literal_eval(flags[name]) == ast.literal_eval(default.replace(",", "")), name
+        assert name in jax_flags or "PyTorch" in text, name
 
 
 def test_all_scripts_have_the_same_defaults() -> None:
     """The docs describe the flags of QDagger only, and say that DQN's are the same."""
-    flags = [flags_of(script) for script in SCRIPTS]
-    for of_script in flags:
-        for name in of_script.keys() - {"exp_name", "teacher_model_exp_name"}:  # they depend on the script
-            assert of_script[name] == flags[2][name], name
+    expected = flags_of(SCRIPTS[2])
+    for script in SCRIPTS:
+        flags = flags_of(script)
+        for name in flags.keys() & expected.keys() - {"exp_name", "teacher_model_exp_name"}:  # these have the library
+            assert flags[name] == expected[name], name
 
 
 def test_every_metric_is_documented() -> None:
     """The tables list exactly the tags that the scripts log."""
     of_qdagger = {row[0].strip("`") for row in rows(section(DOCS / "qdagger.md", "Metrics"))}
-    of_dqn = set(re.findall(r"`((?:charts|losses|eval)/\w+)`", section(DOCS / "dqn.md", "Train a teacher")))
+    of_dqn = set(re.findall(r"`((?:charts|losses|eval)/[\w/]+)`", section(DOCS / "dqn.md", "Train a teacher")))
     assert [tags_of(script) for script in SCRIPTS] == [of_dqn, of_dqn, of_qdagger, of_qdagger]
 
 
@@ -111,13 +124,13 @@ def test_flags_that_may_change_are_documented() -> None:
 @each_page
 def test_commands_exist(page: Path) -> None:
     """Programs, their flags, targets of make, extras and files in commands exist."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
     for words in commands(page):
         if words[:1] == ["make"]:
-            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+            assert re.search(rf"^{words[1]}:", read(ROOT / "Makefile"), re.MULTILINE), words
         elif words[:1] in (["pip"], ["poetry"], ["uv"]):
-            named = re.findall(r"(?:\.\[| -E | --extra )(\w+)", " ".join(words))
-            assert set(named) <= extras.keys(), words
+            named = re.findall(r"(?:\.\[| -E | --extra )([\w,]+)", " ".join(words))
+            assert set(",".join(named).split(",")) - {""} <= extras.keys(), words
         elif words[:1] == ["python"] and words[1:3] != ["-m", "pytest"]:
             file = ROOT / (f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1])
             assert file.is_file(), words
@@ -142,7 +155,7 @@ def test_flags_in_the_text_exist(page: Path) -> None:
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
     """Relative links and their anchors, as GitHub and the site make them, exist."""
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+    for link in re.findall(r"\]\(([^)]+)\)", read(page)):
         path, _, anchor = link.partition("#")
         if "://" not in path:
             target = page.parent / path if path else page
@@ -155,17 +168,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_module_is_in_the_table_of_files() -> None:
     text = section(DOCS / "contributing.md", "Which file contains what")
     for file in [*SCRIPTS, *(ROOT / "cleanrl_utils").glob("*.py")]:
-        assert file.name == "__init__.py" or f"`{file.relative_to(ROOT)}`" in text, file.name
+        assert file.name == "__init__.py" or f"`{file.relative_to(ROOT).as_posix()}`" in text, file.name
     for name in re.findall(r"`([\w/.]+\.py)`", text):
         assert (ROOT / name).is_file(), name
 
 
-def test_the_command_of_the_demo_is_in_the_readme() -> None:
-    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_command_of_the_demo_is_documented(page: str) -> None:
+    makefile = read(ROOT / "Makefile").replace("\\\n", " ")
     demo = re.search(r"^DEMO := (.*)", makefile, re.MULTILINE)[1]
     teacher = re.search(r"^TEACHER := (.*)", makefile, re.MULTILINE)[1]
     flags = shlex.split(demo.replace("$(TEACHER)", teacher))
-    assert any(sorted(words[2:]) == sorted(flags) for words in commands(README))
+    assert any(sorted(words[2:]) == sorted(flags) for words in commands(ROOT / page))
+
+
+def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with the returns of the table prints this table."""
+    table = re.search(r"^```text\n(.*?)^```", read(README), re.DOTALL | re.MULTILINE)[1]
+    returns = {}
+    for name, mean, deviation in re.findall(r"^  (\w+(?: \d+)?) +([\d.]+) ± +([\d.]+)", table, re.MULTILINE):
+        returns[name] = [float(mean) - float(deviation), float(mean) + float(deviation)]
+    args = qdagger.Args(distill_coefficient=6)
+    evaluation.print_summary(args, tmp_path, returns, distill_coefficient=0.0)
+    printed = capsys.readouterr().out
+    assert printed.strip().split("\n\n")[0] == table.strip()
 
 
 def test_results_are_those_of_the_csv() -> None:
@@ -282,7 +308,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    pages = {path.stem: path.read_text() for path in tmp_path.glob("*.html")}
+    pages = {path.stem: read(path) for path in tmp_path.glob("*.html")}
     assert pages.keys() >= {page.stem for page in PAGES if page.parent.name == "docs"}
     assert pages["qdagger"].count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 3
     for name, page in pages.items():

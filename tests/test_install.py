@@ -1,7 +1,6 @@
 """Packaging: the files that pip, uv and Poetry install, and what the Makefile needs."""
 
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -12,7 +11,7 @@ from poetry.core.factory import Factory
 from poetry.core.masonry.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = ("cleanrl", "cleanrl_utils")
 
 
@@ -71,7 +70,9 @@ def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status
     if chosen:
         assert (tmp_path / "made").read_text() == f"{chosen} --clear {venv}\n"
     else:
-        assert re.match("error: none of .* is Python 3.11 or later with venv.*apt install python3-venv", run.stderr)
+        (error,) = [line for line in run.stderr.splitlines() if not line.startswith("make")]
+        assert error.startswith("error: ")
+        assert "python3-venv" in error
 
 
 def test_environment_without_pip(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the benchmark runner on a real Slurm, with runs of a minute; ``make test-slurm`` starts Slurm if it can."""
+"""Tests of the benchmark runner on a real Slurm, with runs of a minute: ``make test-slurm``."""
 
 import re
 import shutil
