@@ -1,6 +1,7 @@
 """Packaging: the files that pip, uv and Poetry install, and what the Makefile needs."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
