@@ -3,7 +3,12 @@
 Mnih et al. (2015), Human-level control through deep reinforcement learning; n-step returns are optional.
 """
 
+import importlib.util
 import os
+import sys
+
+if importlib.util.find_spec("torch") is None:
+    sys.exit("error: torch is not installed here; `source .venv/bin/activate`, or `pip install -e '.[atari]'`")
 
 # Limits how long PyTorch's threads spin while they wait for a busy core. It is read when PyTorch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -3,6 +3,12 @@
 Mnih et al. (2015), Human-level control through deep reinforcement learning; n-step returns are optional.
 """
 
+import importlib.util
+import sys
+
+if importlib.util.find_spec("flax") is None:
+    sys.exit("error: flax is not installed here; `source .venv/bin/activate`, or `pip install -e '.[jax]'`")
+
 import functools
 import time
 from collections.abc import Callable

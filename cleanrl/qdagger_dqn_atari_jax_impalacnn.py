@@ -3,6 +3,12 @@
 Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/qdagger.md
 """
 
+import importlib.util
+import sys
+
+if importlib.util.find_spec("flax") is None:
+    sys.exit("error: flax is not installed here; `source .venv/bin/activate`, or `pip install -e '.[jax]'`")
+
 import functools
 import math
 import time
