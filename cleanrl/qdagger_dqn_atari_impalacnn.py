@@ -550,7 +550,8 @@ def main(args: Args) -> None:
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
+    # TensorBoard and W&B. The run directory is a new runs/{run_name} or that of --resume.
+    run_dir, writer = start_logging(args, teacher_file=teacher_path)
     video_dir = Path("videos", run_dir.name) if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(

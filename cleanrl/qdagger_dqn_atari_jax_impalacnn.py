@@ -556,7 +556,8 @@ def main(args: Args) -> None:
     state = TrainState(params, target_params, optimizer.init(params), key)
     update = make_update(q_network, optimizer, args)
 
-    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
+    # TensorBoard and W&B. The run directory is a new runs/{run_name} or that of --resume.
+    run_dir, writer = start_logging(args, teacher_file=teacher_path)
     video_dir = Path("videos", run_dir.name) if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer, teacher=teacher_path)

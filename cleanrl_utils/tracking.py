@@ -4,7 +4,6 @@ import importlib.metadata
 import inspect
 import itertools
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
-from cleanrl_utils.errors import flag, user_errors
+from cleanrl_utils.errors import flag, shell_command, user_errors
 from cleanrl_utils.files import lock_run
 
 VIDEOS = Path("videos")  # has a directory per run
@@ -92,9 +91,8 @@ class Writer:
         """Log a point of the curve ``tag``."""
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
 
-    def add_flags(self, args: Any) -> None:
-        """Log the flags as a Markdown table (tab TEXT, as CleanRL does), with the command, and in the tab HPARAMS."""
-        flags = vars(args) | {"command": shlex.join(["python", *sys.argv]), "versions": versions()}
+    def add_flags(self, flags: dict[str, Any]) -> None:
+        """Log flags as a Markdown table (tab TEXT, as CleanRL does), and in the tab HPARAMS."""
         # A path may have bytes that are not UTF-8, which an event file can't hold.
         texts = {key: str(value).encode(errors="backslashreplace").decode() for key, value in flags.items()}
         rows = "\n".join(f"|{key}|{text}|" for key, text in texts.items())
@@ -141,8 +139,10 @@ class Writer:
             wandb.finish()
 
 
-def start_logging(args: Any) -> tuple[Path, Writer]:
-    """Open a TensorBoard writer and, with ``--track``, W&B. A new run gets a directory and logs its flags.
+def start_logging(args: Any, **more: Any) -> tuple[Path, Writer]:
+    """Open a TensorBoard writer and, with ``--track``, W&B.
+
+    A new run gets a directory and logs its flags, with its command, the packages' versions and ``more``.
 
     Returns:
         The run directory and the writer.
@@ -158,7 +158,8 @@ def start_logging(args: Any) -> tuple[Path, Writer]:
         writer = Writer(run_dir, args.track, lock)
     if args.resume is None:
         writer.purge(0)
-        writer.add_flags(args)
+        command = shell_command(["python", *sys.argv])
+        writer.add_flags({**vars(args), "command": command, "versions": versions(), **more})
     return run_dir, writer
 
 
