@@ -294,7 +294,7 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
         try:
             number = int(path.stem)
             state = json.loads(read_zip(path, ["state.json"])["state.json"])
-            serialised = read_zip(path, state["members"])
+            serialised = read_zip(path, state.get("members", ()))
             if check_replay:
                 for file, *_ in state["segments"]:
                     read_zip(path.parent / file, state["replay"]["members"])
@@ -305,6 +305,8 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
             continue
         if state["script"] != script:
             raise UserError(f"--resume {run_dir} is a run of {state['script']}.py; resume it with that script")
+        if "members" not in state:
+            raise UserError(f"--resume {run_dir}: an earlier version of this script saved it; {USE_THE_SAME}")
         return number, state, serialised
     if problems:
         what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"

@@ -14,7 +14,7 @@ from cleanrl_utils.hub import check_upload_possible
 STACK = 4  # frames of an observation
 LIMITS = (  # flags, and the smallest and largest value that they may have
     ("num_envs n_step", 1, 1000),
-    ("buffer_size target_network_frequency batch_size train_frequency eval_episodes", 1, 10**12),
+    ("buffer_size target_network_frequency batch_size train_frequency eval_episodes eval_frequency", 1, 10**12),
     ("teacher_eval_episodes teacher_steps offline_eval_frequency online_eval_frequency", 1, 10**12),
     ("total_timesteps learning_starts offline_steps warmup_updates", 0, 10**12),
     ("checkpoint_minutes distill_coefficient", 0, 10**6),

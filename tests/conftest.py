@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
 import pytest
 import torch
 from hypothesis import settings
+from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parent.parent
 # nohup and a shell's "&" ignore them, also in the runs that tests start.
@@ -38,6 +39,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL), signal.signal(signal.SIGINT, signa
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 
 torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# Files of the same second are read in the order of their names, which end in a counter without leading zeros.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
 def pytest_unconfigure() -> None:
@@ -50,16 +54,6 @@ def denormals() -> Iterator[None]:
     """Restore denormal numbers, which the scripts flush and hypothesis needs."""
     yield
     torch.set_flush_denormal(False)
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers() -> Iterator[None]:
-    """Restore the signal handlers, which a run that fails in this process leaves behind."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def random_batch(seed: int, size: int, num_actions: int, flat: bool = False) -> dict[str, np.ndarray]:
-    """Draw transitions in float32: the first is a termination, the last a final observation.
+    """Draw transitions in float32, of which the first is a termination.
 
     Observations are noise or, with ``flat``, flat areas as in Atari games, where max-pooling finds many equal maxima.
     """
@@ -151,7 +151,6 @@ def random_batch(seed: int, size: int, num_actions: int, flat: bool = False) -> 
         "bootstrap_observation": observations[1],
         "bootstrap_discount": np.where(np.arange(size) == 0, 0, rng.choice([0.99, 0.99**3], size)).astype(np.float32),
         "teacher_q_values": rng.normal(size=(size, num_actions)).astype(np.float32),
-        "valid": np.arange(size) < size - 1,
     }
 
 

@@ -9,6 +9,7 @@
 - An episode is truncated after 108,000 frames without its no-ops, which are 0 to 29, not 1 to 30.
 """
 
+import functools
 import re
 import shlex
 import subprocess
@@ -16,7 +17,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import cv2
@@ -303,19 +303,13 @@ def test_list_of_games() -> None:
 # ==================== evaluation ====================
 
 
-def flags(game: str = "stub", seed: int = 1, **others) -> SimpleNamespace:
-    """Return the flags that `play_episodes` and `film_episode` read."""
-    defaults = {"repeat_action_probability": None, "capture_video": False}
-    return SimpleNamespace(**defaults | {"env_id": f"{game}NoFrameskip-v4", "seed": seed} | others)
-
-
 class StubEnvs:
     """Environments with episodes of 3 or 60 steps, later ones of 4 or 61, equally likely; the return is the length."""
 
     num_actions = 3
     made: list["StubEnvs"]
 
-    def __init__(self, env_id: str, num_envs: int, seed: int, *flags: object):
+    def __init__(self, num_envs: int, seed: int):
         self.num_envs, self.rng, self.seed, self.closed = num_envs, np.random.default_rng(seed), seed, False
         # The first pixel of an observation is the index of its environment.
         self.observation = np.zeros((num_envs, 4, 84, 84), np.uint8)
@@ -341,9 +335,8 @@ class StubEnvs:
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch) -> list[StubEnvs]:
-    """Let `play_episodes` use `StubEnvs`; return those that it made."""
+    """Return a list of the environments that a test makes."""
     monkeypatch.setattr(StubEnvs, "made", [], raising=False)
-    monkeypatch.setattr(evaluation, "AtariEnvs", StubEnvs)
     return StubEnvs.made
 
 
@@ -353,15 +346,13 @@ def stand_still(observation: np.ndarray) -> np.ndarray:
 
 
 def test_short_episodes_are_not_over_represented(stubs: list[StubEnvs], capsys: pytest.CaptureFixture) -> None:
-    """The first episode of each environment counts, short or long, and no other; `between` is called at every step."""
-    calls = []
-    returns = play_episodes("stub", stand_still, 200, flags(), Path(), lambda: calls.append(0))
+    """The first episode of each environment counts, short or long, and no other."""
+    returns = play_episodes("stub", stand_still, 200, StubEnvs, seed=1)
     assert returns == [length for envs in stubs for length in envs.first]
     assert len(returns) == 200
     assert max(envs.num_envs for envs in stubs) <= evaluation.MAX_PARALLEL_EPISODES
     assert len({envs.seed for envs in stubs}) == len(stubs) > 1
     assert all(envs.closed for envs in stubs)
-    assert len(calls) >= 61 * len(stubs)
     assert f"stub: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over 200" in capsys.readouterr().out
 
 
@@ -374,10 +365,13 @@ def test_actions_only_for_episodes_that_run(stubs: list[StubEnvs]) -> None:
         asked[np.unique(observation[:, 0, 0, 0])] += 1
         return stand_still(observation)
 
-    play_episodes("stub", act, 8, flags(seed=3), Path())
+    play_episodes("stub", act, 8, StubEnvs, seed=1003)
     assert asked.tolist() == [length + 1 for length in stubs[0].first]
     assert set(asked) == {4, 61}
     assert sizes <= {1, 2, 4, 8}
+
+
+BREAKOUT = functools.partial(AtariEnvs, "BreakoutNoFrameskip-v4")
 
 
 def by_brightness(observation: np.ndarray) -> np.ndarray:
@@ -391,8 +385,8 @@ def test_same_seed_same_returns() -> None:
 
     def play(seed: int) -> list[float]:
         rng = np.random.default_rng(0)
-        args = flags("SpaceInvaders", seed)
-        return play_episodes("student", lambda observation: rng.integers(0, 6, len(observation)), 2, args, Path())
+        make_envs = functools.partial(AtariEnvs, "SpaceInvadersNoFrameskip-v4")
+        return play_episodes("student", lambda observation: rng.integers(0, 6, len(observation)), 2, make_envs, seed)
 
     first = play(1)
     assert first == play(1)
@@ -401,38 +395,34 @@ def test_same_seed_same_returns() -> None:
 
 def test_film_episode(tmp_path: Path) -> None:
     """The video has a colour image of each observation; the same seed films the same episode."""
-    observations, path, args = [], tmp_path / "videos" / "student.mp4", flags("Breakout")
+    observations, path = [], tmp_path / "videos" / "student.mp4"
 
     def act(observation: np.ndarray) -> np.ndarray:
         observations.append(observation[0, -1].astype(int))
         return by_brightness(observation)
 
-    episodic_return = film_episode(act, path, args)
+    episodic_return = film_episode(act, path, BREAKOUT, seed=3)
     images = [np.asarray(image) for image in imageio.get_reader(path)]
     assert len(images) == len(observations) > 100  # five lives
     assert images[0].shape == (210, 160, 3)
     for image, observation in zip(images, observations, strict=True):
         gray = cv2.resize(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), (84, 84), interpolation=cv2.INTER_AREA)
         assert np.abs(gray - observation).max() < 40
-    assert film_episode(by_brightness, tmp_path / "again.mp4", args) == episodic_return
+    assert film_episode(by_brightness, tmp_path / "again.mp4", BREAKOUT, seed=3) == episodic_return
 
 
 def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that stands still is filmed for 200 frames: the first observation and 50 steps."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    steps, seeds = [], []
-    make = evaluation.AtariEnvs
-    monkeypatch.setattr(evaluation, "AtariEnvs", lambda *game, **images: seeds.append(game[2]) or make(*game, **images))
-    film_episode(stand_still, tmp_path / "a.mp4", flags("Pong", seed=1), lambda: steps.append(0))
-    assert set(seeds).isdisjoint({1, 1001}), "it is an episode of the training or of the evaluation"
-    assert len(steps) == 51
+    film_episode(stand_still, tmp_path / "a.mp4", BREAKOUT, seed=1)
+    assert len(list(imageio.get_reader(tmp_path / "a.mp4"))) == 51
 
 
 @pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None, "none in the wheel"])
 def test_broken_ffmpeg_costs_a_warning(
     ffmpeg: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The evaluation of a long run survives an ffmpeg that fails or is missing."""
+    """A long run survives an ffmpeg that fails or is missing."""
     program = tmp_path / "ffmpeg"
     if ffmpeg == "none in the wheel":
         monkeypatch.setattr("imageio_ffmpeg._io.get_ffmpeg_exe", mock.Mock(side_effect=RuntimeError("No ffmpeg exe")))
@@ -442,8 +432,6 @@ def test_broken_ffmpeg_costs_a_warning(
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    args = flags("Breakout", capture_video=True)
-    returns = play_episodes("offline 4", by_brightness, 2, args, Path("runs/1"))
-    assert len(returns) == 2
+    film_episode(by_brightness, Path("videos/1/offline-4.mp4"), BREAKOUT, seed=1)
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: ")]
     assert "videos/1/offline-4.mp4 can't be written" in warning

@@ -5,7 +5,9 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import importlib.metadata
 import io
+import json
 import os
 import pickle
 import re
@@ -16,9 +18,8 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,16 +36,31 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from ale_py.vector_env import AtariVectorEnv
-from helpers import NETWORKS, REPO, STUDENT, TIMED_TAGS, Scalars, only, read_scalars, tiny, twin
+from helpers import (
+    NETWORKS,
+    NUM_ACTIONS,
+    REPO,
+    STUDENT,
+    TIMED_TAGS,
+    Scalars,
+    only,
+    read_scalars,
+    tiny,
+    twin,
+    write_teacher,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.util.tensor_util import make_ndarray
 
 from cleanrl_utils import checkpoint as checkpoint_module
+from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import Checkpoint, dump, load, load_checkpoint, parse_args
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.evaluation import play_episodes
-from cleanrl_utils.tracking import Writer
+from cleanrl_utils.files import lock_run
+from cleanrl_utils.tracking import make_run_dir, start_logging
 
 # ==================== files ====================
 
@@ -94,37 +110,40 @@ class CountingReplay:
         self.truncations += 1
 
 
-def modules_of(number: int) -> dict[str, Any]:
-    """Return modules whose state follows from ``number``."""
-    return {"rng": np.random.default_rng(number), "params": {"layer": np.full(3, number, np.float32)}}
+def make_checkpoint(run_dir: Path, resume: bool = False, **more: Any) -> Checkpoint:
+    """Return the checkpoint of a new or resumed run, whose state is a counter, a generator and ``more``."""
+    args = Args(resume=str(run_dir) if resume else None)
+    return Checkpoint(args, run_dir, progress=Progress(), rng=np.random.default_rng(), **more)
 
 
-def save(checkpoint: Checkpoint, number: int, replay: Any = None, **more: Any) -> None:
-    """Save the checkpoint ``number``, with ``more`` modules."""
-    checkpoint.save(Progress(number), modules_of(number) | more, replay)
+def save(checkpoint: Checkpoint, number: int, replay: Any = None) -> None:
+    """Save a checkpoint whose state follows from ``number``."""
+    checkpoint.state["progress"].number = number
+    checkpoint.state["rng"].bit_generator.state = np.random.default_rng(number).bit_generator.state
+    checkpoint.save(replay, {"layer": np.full(3, number, np.float32)})
 
 
-@contextlib.contextmanager
-def resumed(run_dir: Path, length: int = 10) -> Iterator[tuple[Checkpoint, CountingReplay]]:
-    """Open the newest checkpoint and restore its replay buffer."""
-    with closing(Checkpoint(Args(resume=str(run_dir)))) as checkpoint:
-        checkpoint.restore_replay(replay := CountingReplay(length))
-        yield checkpoint, replay
+def resumed(run_dir: Path, length: int = 10) -> tuple[Checkpoint, CountingReplay, dict[str, Any]]:
+    """Restore the newest checkpoint; return also its replay buffer and the state of JAX."""
+    checkpoint = make_checkpoint(run_dir, resume=True)
+    train_state = checkpoint.restore({"layer": np.zeros(3, np.float32)})
+    replay = CountingReplay(length)
+    checkpoint.restore_replay(replay)
+    return checkpoint, replay, train_state
 
 
 def assert_newest(run_dir: Path, number: int, steps: int, length: int = 10) -> None:
     """Check that the newest checkpoint is that of ``number``, whose replay buffer has the last of ``steps`` steps."""
     expected = CountingReplay(length)
     expected.add(steps)
-    with resumed(run_dir, length) as (checkpoint, replay):
-        modules = modules_of(99)
-        assert checkpoint.restore(Progress(), modules) == Progress(number)
-        assert modules["rng"].random() == np.random.default_rng(number).random()
-        np.testing.assert_array_equal(modules["params"]["layer"], number)
-        assert isinstance(modules["params"]["layer"], jax.Array), "it is copied to the device at each use"
-        assert replay.steps_added == steps
-        assert replay.truncations == 1, "the next step would continue an episode of the emulators that have gone"
-        assert all(torch.equal(array, other) for array, other in zip(replay.ring, expected.ring, strict=True))
+    checkpoint, replay, train_state = resumed(run_dir, length)
+    assert checkpoint.state["progress"] == Progress(number)
+    assert checkpoint.state["rng"].random() == np.random.default_rng(number).random()
+    np.testing.assert_array_equal(train_state["layer"], number)
+    assert isinstance(train_state["layer"], jax.Array), "it is copied to the device at each use"
+    assert replay.steps_added == steps
+    assert replay.truncations == 1, "the next step would continue an episode of the emulators that have gone"
+    assert all(torch.equal(array, other) for array, other in zip(replay.ring, expected.ring, strict=True))
 
 
 @pytest.fixture
@@ -136,11 +155,11 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def make_two() -> Path:
     """See `two`."""
-    with closing(Checkpoint(Args())) as checkpoint:
-        replay = CountingReplay(10)
-        for number, steps in ((1, 3), (2, 2)):
-            replay.add(steps)
-            save(checkpoint, number, replay)
+    checkpoint = make_checkpoint(make_run_dir(Args()))
+    replay = CountingReplay(10)
+    for number, steps in ((1, 3), (2, 2)):
+        replay.add(steps)
+        save(checkpoint, number, replay)
     return checkpoint.run_dir
 
 
@@ -148,11 +167,11 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Runs that start in the same second have directories of their own. A dead link in their place is one line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "time", lambda: 10**9)
-    assert {make_two().name for _ in range(3)} == {f"Game__test__1__{10**9 + i}" for i in range(3)}
+    assert {make_run_dir(Args()).name for _ in range(3)} == {f"Game__test__1__{10**9 + i}" for i in range(3)}
     Path("runs").rename("old")
     Path("runs").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"a run directory can't be made in .*/runs: .*; use another folder"):
-        Checkpoint(Args())
+        make_run_dir(Args())
 
 
 def test_a_file_system_without_fsync_of_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,26 +204,25 @@ def test_replay_round_trip(
     length: int, saves: list[tuple[int, bool]], segment_bytes: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Every checkpoint restores all steps, after any number of new steps, whether the run was resumed or not."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.chdir(tmp_path_factory.mktemp("run"))
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_module, "SEGMENT_BYTES", segment_bytes)
-        checkpoint, replay = stack.enter_context(closing(Checkpoint(Args()))), CountingReplay(length)
+        checkpoint = make_checkpoint(tmp_path_factory.mktemp("run"))
+        replay = CountingReplay(length)
         for number, (steps, resume) in enumerate(saves):
             replay.add(steps)
             save(checkpoint, number, replay)
-            checkpoint.close()
             assert_newest(checkpoint.run_dir, number, replay.steps_added, length)
             if resume:
-                checkpoint, replay = stack.enter_context(resumed(checkpoint.run_dir, length))
+                checkpoint, replay, _ = resumed(checkpoint.run_dir, length)
         # Of older checkpoints nothing is left.
         assert len(list(checkpoint.directory.glob("*.state"))) == min(len(saves), 2)
         assert not list(checkpoint.directory.glob("*.tmp"))
 
 
-def test_only_new_steps_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_steps_are_written(tmp_path: Path) -> None:
     """Each step is written once; segments that no checkpoint needs are deleted."""
-    monkeypatch.chdir(tmp_path)
-    checkpoint, replay = Checkpoint(Args()), CountingReplay(10)
+    checkpoint = make_checkpoint(tmp_path)
+    replay = CountingReplay(10)
     present: set[str] = set()
 
     def changes(number: int, replay: CountingReplay | None) -> tuple[set[str], set[str]]:
@@ -214,23 +232,22 @@ def test_only_new_steps_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         before, present = present, {path.name for path in checkpoint.directory.glob("*.replay")}
         return tuple({name.rpartition("-")[0] for name in names} for names in (present - before, before - present))
 
-    (checkpoint.run_dir / "checkpoint" / "lost+found").mkdir(parents=True)  # a folder does not disturb it
+    (tmp_path / "checkpoint" / "lost+found").mkdir(parents=True)  # a folder does not disturb it
     for number, expected in enumerate(
         [({"0-4"}, set()), ({"4-8"}, set()), ({"8-10", "10-12"}, set()), ({"12-16"}, set()), ({"16-20"}, {"0-4"})]
     ):
         replay.add(4)
         assert changes(number, replay) == expected, number
-    checkpoint.close()
-    with resumed(checkpoint.run_dir) as (checkpoint, replay):
-        replay.add(1)  # a resumed run may change the newest step, so that its segment is written again
-        assert changes(5, replay) == ({"16-20", "20-21"}, {"4-8", "8-10"})
-        changes(6, None)
-        other = CountingReplay(10)
-        other.add(3)
-        assert changes(7, other)[0] == {"0-3"}
-        changes(8, None)
-        changes(9, None)
-        assert not present
+    checkpoint, replay, _ = resumed(tmp_path)
+    replay.add(1)  # a resumed run may change the newest step, so that its segment is written again
+    assert changes(5, replay) == ({"16-20", "20-21"}, {"4-8", "8-10"})
+    changes(6, None)
+    other = CountingReplay(10)
+    other.add(3)
+    assert changes(7, other)[0] == {"0-3"}
+    changes(8, None)
+    changes(9, None)
+    assert not present
 
 
 @pytest.mark.parametrize("find", [newest_state, newest_segment])
@@ -245,14 +262,14 @@ def test_any_damage_is_noticed(find: Callable[[Path], Path], two: Path, capsys: 
 
     def is_noticed(data: bytes) -> bool:
         path.write_bytes(data)
-        number, state, _ = load_checkpoint(two, "test_checkpoint", check_replay=True)
+        number, _, serialised = load_checkpoint(two, "test_checkpoint", check_replay=True)
         errors = capsys.readouterr().err.splitlines()
         if number == 2:
             assert not errors
             assert_newest(two, 2, 5)
             capsys.readouterr()
             return False
-        assert (number, state["progress"]["number"]) == (1, 1)
+        assert (number, json.loads(serialised["progress"])["number"]) == (1, 1)
         assert len(errors) == 1
         assert errors[0].startswith("WARNING: ")
         assert path.name in errors[0]
@@ -270,55 +287,35 @@ def test_any_damage_is_noticed(find: Callable[[Path], Path], two: Path, capsys: 
 def test_resumed_after_damage(two: Path) -> None:
     """The checkpoint after a damaged one takes its place, and the one that was resumed is kept."""
     newest_state(two).write_bytes(b"")
-    with resumed(two) as (checkpoint, replay):
-        replay.add(2)
-        save(checkpoint, 3, replay)
+    checkpoint, replay, _ = resumed(two)
+    replay.add(2)
+    save(checkpoint, 3, replay)
     assert_newest(two, 3, 5)
     newest_state(two).write_bytes(b"")
     assert_newest(two, 1, 3)
     only(two.glob("checkpoint/0-3-*.replay")).write_bytes(b"x")
     with pytest.raises(UserError, match=r"no checkpoint .* is undamaged .*0-3-.*new run"):
-        Checkpoint(Args(resume=str(two)))
+        resumed(two)
 
 
 def test_no_code_is_run(two: Path, tmp_path: Path) -> None:
-    """A pickle whose checksum is right is refused, in a segment and in every kind of module."""
+    """A pickle whose checksum is right is refused, in a segment and in every kind of object."""
 
     class Touch:
         def __reduce__(self) -> tuple:
             return os.mkdir, (str(tmp_path / "trap"),)
 
     np.savez(newest_segment(two).open("wb"), frame=np.array([Touch()], object), reward=np.zeros((2, 2)))
-    with pytest.raises(UserError, match="allow_pickle"), resumed(two):
-        pass
+    with pytest.raises(UserError, match="allow_pickle"):
+        resumed(two)
     torch.save({"weight": Touch()}, zipped := io.BytesIO())
     network = torch.nn.Linear(1, 1)
-    modules = [network, torch.optim.Adam(network.parameters()), torch.Generator(), np.random.default_rng()]
+    parts = [network, torch.optim.Adam(network.parameters()), torch.Generator(), np.random.default_rng(), Progress()]
     for data in (zipped.getvalue(), pickle.dumps(Touch(), protocol=2)):
-        for module in [*modules, {"weight": np.zeros(1)}]:
+        for part in [*parts, {"weight": np.zeros(1)}]:
             with pytest.raises(Exception):  # noqa: B017, PT011  each library has its own
-                load(module, data)
+                load(part, data)
     assert not (tmp_path / "trap").exists()
-
-
-def test_links_to_directories(two: Path, tmp_path: Path) -> None:
-    """Runs and checkpoints may be on other disks. At the end, only the checkpoints are deleted there."""
-    (two / "checkpoint").rename(tmp_path / "scratch")
-    (tmp_path / "scratch" / "notes.state").touch()
-    (two / "checkpoint").symlink_to(tmp_path / "scratch")
-    Path("runs").rename("disk")
-    Path("runs").symlink_to("disk")
-    with resumed(two) as (checkpoint, replay):
-        for number in (3, 4):
-            replay.add(2)
-            save(checkpoint, number, replay)
-    assert len(list(tmp_path.glob("scratch/*[0-9].state"))) == 2
-    assert_newest(two, 4, 9)
-    with resumed(two) as (checkpoint, replay):
-        checkpoint.finish()
-    assert {path.name for path in two.iterdir()} == {"checkpoint", "finished"}
-    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["notes.state"]
-    Checkpoint(Args()).finish()
 
 
 def test_locks_of_network_file_systems(two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -333,15 +330,16 @@ def test_locks_of_network_file_systems(two: Path, monkeypatch: pytest.MonkeyPatc
     def no_flock(number: int, file: Any, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    args = Args(resume=str(two))
     monkeypatch.setattr(fcntl, "flock", nfs_flock)
-    with closing(Checkpoint(args)), pytest.raises(UserError, match="still running in another process"):
-        Checkpoint(args)
+    lock = lock_run(two)
+    with pytest.raises(UserError, match="still running in another process"):
+        lock_run(two)
+    lock.release()
     assert "WARNING" not in capsys.readouterr().err
     for number in (errno.ENOLCK, errno.EOPNOTSUPP):
         monkeypatch.setattr(fcntl, "flock", functools.partial(no_flock, number))
-        with closing(Checkpoint(args)):
-            assert re.fullmatch(rf"WARNING: {two} can't be locked \(.*\); .*\n", capsys.readouterr().err)
+        lock_run(two)
+        assert re.fullmatch(rf"WARNING: {two} can't be locked \(.*\); .*\n", capsys.readouterr().err)
 
 
 def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
@@ -365,7 +363,10 @@ def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
             count(lambda: io.FileIO.write(self, bytes(data)[: len(data) // 2]))
             return super().write(data)
 
-    patch.setattr(Path, "open", counted(lambda path, mode: File(path, mode)))
+    open_for_writing = counted(File)
+    open_path = Path.open
+    # Files that are read have more arguments than the mode.
+    patch.setattr(Path, "open", lambda path, *args, **kw: (open_path if kw else open_for_writing)(path, *args, **kw))
     patch.setattr(os, "fsync", counted(os.fsync))
     for name in ("replace", "unlink", "mkdir"):
         patch.setattr(Path, name, counted(getattr(Path, name)))
@@ -377,18 +378,19 @@ def test_kill_at_every_operation(two: Path, capfd: pytest.CaptureFixture) -> Non
     while True:
         run_dir = make_two()
         if (child := os.fork()) == 0:
-            with contextlib.suppress(BaseException), resumed(run_dir) as (checkpoint, replay):
+            with contextlib.suppress(BaseException):
+                checkpoint, replay, _ = resumed(run_dir)
                 replay.add(9)  # beyond the end of the ring: two segments are written, and one is deleted
                 kill_at(len(outcomes), pytest.MonkeyPatch())
                 save(checkpoint, 3, replay)
                 os._exit(0)
             os._exit(1)
         status = os.waitpid(child, 0)[1]
-        outcomes.append(load_checkpoint(run_dir, "test_checkpoint")[1]["progress"]["number"])
+        outcomes.append(load_checkpoint(run_dir, "test_checkpoint")[0])
         assert_newest(run_dir, outcomes[-1], {2: 5, 3: 14}[outcomes[-1]])
-        with resumed(run_dir) as (checkpoint, replay):
-            replay.add(1)
-            save(checkpoint, 4, replay)
+        checkpoint, replay, _ = resumed(run_dir)
+        replay.add(1)
+        save(checkpoint, 4, replay)
         assert_newest(run_dir, 4, replay.steps_added)
         assert not list(checkpoint.directory.glob("*.tmp"))
         if status == 0:
@@ -409,13 +411,13 @@ def test_names_follow_contents(two: Path, monkeypatch: pytest.MonkeyPatch) -> No
         name = Path(path).name.removesuffix(".tmp")
         done.append((operation, "state" if name.endswith(".state") else name.rpartition("-")[0] or name))
 
-    with resumed(two) as (checkpoint, replay):
-        replay.add(9)
-        monkeypatch.setattr(os, "fsync", lambda file: note("sync", os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
-        monkeypatch.setattr(Path, "replace", lambda path, other: note("name", other) or replace(path, other))
-        monkeypatch.setattr(Path, "unlink", lambda path, **kw: note("delete", path) or unlink(path, **kw))
-        save(checkpoint, 3, replay)
-        save(checkpoint, 4, replay)
+    checkpoint, replay, _ = resumed(two)
+    replay.add(9)
+    monkeypatch.setattr(os, "fsync", lambda file: note("sync", os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    monkeypatch.setattr(Path, "replace", lambda path, other: note("name", other) or replace(path, other))
+    monkeypatch.setattr(Path, "unlink", lambda path, **kw: note("delete", path) or unlink(path, **kw))
+    save(checkpoint, 3, replay)
+    save(checkpoint, 4, replay)
     expected = []
     for name in ("4-10", "10-14", "state", "state"):
         expected += [("sync", name), ("name", name), ("sync", "checkpoint")]
@@ -424,25 +426,37 @@ def test_names_follow_contents(two: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "delete" not in {operation for operation, _ in done[:9]}
 
 
-# ==================== modules ====================
+# ==================== state ====================
 
 
-def test_a_watching_tensorboard_forgets_points_that_are_logged_again(tmp_path: Path) -> None:
-    """It has read points after the checkpoint when the run is killed, and sees them once after the resume."""
-    writer, watching = Writer(tmp_path), EventAccumulator(str(tmp_path))
+def test_a_watching_tensorboard_forgets_points_that_are_logged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read points after the checkpoint when the run is killed, and sees them once after the resume.
+
+    The class is that of TensorBoard's server, where it has no data server.
+    """
+    monkeypatch.chdir(tmp_path)
+    args = qdagger.Args()
+    writer, server = start_logging(args), EventMultiplexer()
+
+    def points() -> list[tuple[int, float]]:
+        server.AddRunsFromDirectory("runs").Reload()
+        events = server.Tensors(writer.run_dir.name, "x")
+        return [(event.step, make_ndarray(event.tensor_proto).item()) for event in events]
+
     for step in range(1, 11):
         writer.add_scalar("x", step, step)
         if step == 5:
             state = writer.state_dict()
-    writer.state_dict()
-    assert len(watching.Reload().Scalars("x")) == 10
-    resumed = Writer(tmp_path)
+    writer.close()
+    assert len(points()) == 10
+    resumed = start_logging(dataclasses.replace(args, resume=str(writer.run_dir)))
     resumed.load_state_dict(state)
     for step in range(6, 9):
         resumed.add_scalar("x", -step, step)
     resumed.close()
-    points = [(event.step, event.value) for event in watching.Reload().Scalars("x")]
-    assert points == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, -6), (7, -7), (8, -8)]
+    assert points() == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, -6), (7, -7), (8, -8)]
 
 
 def test_optimizer() -> None:
@@ -452,7 +466,7 @@ def test_optimizer() -> None:
     for parameter in parameters[0]:
         parameter.grad = torch.ones_like(parameter)
     saved.step()
-    load(restored, dump(saved, "optimizer"))
+    load(restored, dump(saved))
     assert (restored.param_groups[0]["lr"], restored.param_groups[0]["fused"]) == (0.01, False)
     for parameter, other in zip(*parameters, strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
@@ -473,25 +487,21 @@ LINEAR = torch.nn.Linear(3, 2)
         (optax.adam(1e-3).init(jnp.ones(3)), optax.sgd(1e-3).init(jnp.ones(3))),
     ],
 )
-def test_script_that_was_changed(saved: Any, now: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_that_was_changed(saved: Any, now: Any, tmp_path: Path) -> None:
     """A changed layer or optimizer ends in one line."""
-    monkeypatch.chdir(tmp_path)
-    with closing(Checkpoint(Args())) as checkpoint:
-        save(checkpoint, 1, module=saved)
-    for modules in ({"module": now}, {"new": saved}):
-        with (
-            closing(Checkpoint(Args(resume=str(checkpoint.run_dir)))) as again,
-            pytest.raises(UserError, match="the checkpoint does not fit this script") as error,
-        ):
-            again.restore(Progress(), modules)
+    make_checkpoint(tmp_path, part=saved).save()
+    for changed in ({"part": now}, {"new": saved}):
+        with pytest.raises(UserError, match="the checkpoint does not fit this script") as error:
+            make_checkpoint(tmp_path, resume=True, **changed).restore()
         assert len(str(error.value).splitlines()) == 1
 
 
 # ==================== runs ====================
 
 SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
-SMALL |= {"train_frequency": 10, "batch_size": 2, "target_network_frequency": 30, "warmup_updates": 120}
-EVALUATIONS = ["teacher", "random", "offline 50", "offline 100", "final"]
+SMALL |= {"train_frequency": 16, "batch_size": 2, "target_network_frequency": 30, "warmup_updates": 120}
+SMALL |= {"online_eval_frequency": 101}
+EVALUATIONS = ["teacher", "random", "offline 50", "offline 100", "online 102", "online 202", "final"]
 
 
 class Killed(BaseException):
@@ -509,29 +519,49 @@ def evaluations(
 
 def args_of(script: Any, teacher: Path, **changes: Any) -> Any:
     """Return the flags of a small run of any script."""
-    return twin(tiny(teacher, **(SMALL | changes)), script)
+    args = tiny(teacher, **(SMALL | changes))
+    other = twin(args, script)
+    if hasattr(other, "eval_frequency"):
+        other.eval_frequency = args.online_eval_frequency
+    return other
+
+
+LOCKS: list[Any] = []  # of the runs in this process
+
+
+@pytest.fixture(autouse=True)
+def locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the locks of runs, which end with a process, for `release_locks`."""
+    monkeypatch.setattr(tracking, "lock_run", lambda run_dir: LOCKS.append(lock_run(run_dir)) or LOCKS[-1])
+
+
+def release_locks() -> None:
+    """Release the locks of runs that ended with an exception, as the end of their process does."""
+    while LOCKS:
+        LOCKS.pop().release()
 
 
 def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) -> Path:
     """Run a script and send it a signal when its progress has these counters; return the run directory."""
     save_if_due, sent = Checkpoint.save_if_due, []
 
-    def interrupt(checkpoint: Checkpoint, progress: Any, modules: dict[str, Any], replay: Any) -> None:
-        if not sent and counters.items() <= vars(progress).items():
+    def interrupt(checkpoint: Checkpoint, *args: Any) -> None:
+        if not sent and counters.items() <= vars(checkpoint.state["progress"]).items():
             sent.append(True)
             if number == signal.SIGKILL:
-                modules["writer"].add_scalar("charts/SPS", 1.0, 12345)  # a point after the checkpoint
-                modules["writer"].close()
-                checkpoint.close()
+                writer = checkpoint.state["writer"]
+                writer.add_scalar("charts/SPS", 1.0, 12345)  # a point after the checkpoint
+                writer.close()
                 raise Killed
             signal.raise_signal(number)
-        save_if_due(checkpoint, progress, modules, replay)
+        save_if_due(checkpoint, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "save_if_due", interrupt)
         with pytest.raises((SystemExit, Killed)) as stopped:
             script.main(args)
     assert isinstance(stopped.value, Killed) or stopped.value.code == 128 + number
+    release_locks()
     return only(Path("runs").iterdir())
 
 
@@ -545,18 +575,21 @@ def steps_of(run_dir: Path) -> dict[str, list[int]]:
     return {tag: [step for step, _ in points] for tag, points in read_scalars(run_dir).items()}
 
 
-def results(run_dir: Path) -> tuple[Scalars, bytes]:
-    """Return the curves of a run, without the values of those that time something, and its final model."""
+Results = tuple[Scalars, dict[str, bytes]]
+
+
+def results(run_dir: Path) -> Results:
+    """Return the curves of a run, without the values of those that time something, and its models."""
     scalars = read_scalars(run_dir)
     curves = {tag: [(step, tag in TIMED_TAGS or value) for step, value in points] for tag, points in scalars.items()}
-    return curves, only(path for path in run_dir.glob("*.cleanrl_model") if "offline" not in path.name).read_bytes()
+    return curves, {path.stem: path.read_bytes() for path in run_dir.glob("*.cleanrl_model")}
 
 
 @pytest.fixture
 def whole(evaluations: list[str], teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    """Return a function that returns the curves and the model of a whole run of a script with its present network."""
+    """Return a function that returns the curves and models of a whole run of a script with its present network."""
 
-    def get(script: Any) -> tuple[Scalars, bytes]:
+    def get(script: Any) -> Results:
         if (key := (script, script.QNetwork)) not in WHOLE_RUNS:
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(tmp_path_factory.mktemp("whole"))
@@ -568,7 +601,7 @@ def whole(evaluations: list[str], teacher: Path, tmp_path_factory: pytest.TempPa
     return get
 
 
-WHOLE_RUNS: dict[Any, tuple[Scalars, bytes]] = {}
+WHOLE_RUNS: dict[Any, Results] = {}
 STOPS = [
     (qdagger, signal.SIGTERM, {"offline_update": 36}),
     (qdagger, signal.SIGKILL, {"teacher_step": 12}),  # each kill is resumed from the checkpoint before the phase
@@ -582,7 +615,7 @@ STOPS = [
 def test_resumed_run_equals_whole_run(
     script: Any, number: int, counters: dict, whole: Callable, teacher: Path, evaluations: list[str]
 ) -> None:
-    """A run that resumes between two phases or offline updates has the same curves and the same model, bit for bit."""
+    """A run that resumes between two phases or offline updates has the same curves and models, bit for bit."""
     expected = whole(script)
     run_dir = stop(script, args_of(script, teacher), number, **counters)
     resume(script, run_dir)
@@ -602,26 +635,37 @@ def test_resumed_impala_equals_whole_run(
     test_resumed_run_equals_whole_run(qdagger, signal.SIGINT, {"offline_update": 36}, whole, teacher, evaluations)
 
 
-WITHIN_EPISODES = [(qdagger, {"teacher_step": 16}), (qdagger, {"online_step": 130}), (dqn_atari, {"step": 130})]
-WITHIN_EPISODES += [(qdagger_jax, {"online_step": 130}), (dqn_atari_jax, {"step": 130})]
+WITHIN_EPISODES = [(qdagger, {"teacher_step": 16}), (qdagger, {"online_step": 196}), (dqn_atari, {"step": 196})]
+WITHIN_EPISODES += [(qdagger_jax, {"online_step": 196}), (dqn_atari_jax, {"step": 196})]
+
+
+def assert_same_steps(run_dir: Path, expected: Scalars) -> None:
+    """Check that the curves have the expected steps, but for episodes, and the same ε."""
+    scalars = read_scalars(run_dir)
+    for tag in expected.keys() - {"charts/episodic_return", "charts/episodic_length"}:
+        assert [step for step, _ in scalars[tag]] == [step for step, _ in expected[tag]], tag
+    assert scalars["charts/epsilon"] == expected["charts/epsilon"]
 
 
 @pytest.mark.parametrize(("script", "counters"), WITHIN_EPISODES)
 def test_resumed_within_episodes(
     script: Any, counters: dict, whole: Callable, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that resumes between environment steps has the same steps, updates and schedules, and new episodes."""
+    """A run that resumes between environment steps has the same steps, updates and schedules, and new episodes.
+
+    Updates come every 16 steps, at 30, 46 and so on, and each sixth is logged. From step 196 to 200 there is none.
+    """
     expected, _ = whole(script)
+    offline = 100 if hasattr(script, "qdagger_loss") else 0
+    for tag in ("losses/td_loss", "losses/q_values"):
+        assert [step for step, _ in expected[tag]] == [offline + 110, offline + 206]
     seeds, replays, reset, add = [], [], AtariVectorEnv.reset, script.Replay.add
     monkeypatch.setattr(AtariVectorEnv, "reset", lambda envs, seed: seeds.append(tuple(seed)) or reset(envs, seed=seed))
     run_dir = stop(script, args_of(script, teacher), signal.SIGUSR1, **counters)
     before = len(seeds)
     monkeypatch.setattr(script.Replay, "add", lambda self, *args: replays.append(self) or add(self, *args))
     resume(script, run_dir)
-    scalars = read_scalars(run_dir)
-    for tag in expected.keys() - {"charts/episodic_return", "charts/episodic_length"}:
-        assert [step for step, _ in scalars[tag]] == [step for step, _ in expected[tag]], tag
-    assert scalars["charts/epsilon"] == expected["charts/epsilon"]
+    assert_same_steps(run_dir, expected)
     assert seeds[before] not in seeds[:before], "episodes are repeated"
 
     (done,), total = counters.values(), 40 if "teacher_step" in counters else 300
@@ -635,6 +679,24 @@ def test_resumed_within_episodes(
     assert (age[seam - 1] == age[seam - 2] + 1).all()
 
 
+def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
+    """Run a script and send it a signal when it plays the evaluation ``name``; return the run directory."""
+    play = script.play_episodes
+
+    def interrupted(playing: str, *args: Any) -> list[float]:
+        if playing == name:
+            signal.raise_signal(number)
+            raise AssertionError("the signal waits for the evaluation")
+        return play(playing, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "play_episodes", interrupted)
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            script.main(args)
+    release_locks()
+    return only(Path("runs").iterdir())
+
+
 IN_EVALUATIONS = [("random", signal.SIGINT), ("offline 50", signal.SIGTERM), ("offline 100", signal.SIGUSR1)]
 IN_EVALUATIONS += [("final", signal.SIGTERM)]
 
@@ -645,22 +707,35 @@ def test_signal_in_an_evaluation(
 ) -> None:
     """The evaluation ends at once, the resumed run repeats it, and the results are the same."""
     expected = whole(qdagger)
-    play = qdagger.play_episodes
-
-    def interrupted(playing: str, *args: Any) -> list[float]:
-        if playing != name:
-            return play(playing, *args)
-        signal.raise_signal(number)
-        play_episodes(playing, *args)
-        raise AssertionError("the signal waits for the evaluation")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(qdagger, "play_episodes", interrupted)
-        with pytest.raises(SystemExit, match=str(128 + number)):
-            qdagger.main(args_of(qdagger, teacher))
-    resume(qdagger, run_dir := only(Path("runs").iterdir()))
+    run_dir = stop_in_evaluation(qdagger, args_of(qdagger, teacher), name, number)
+    resume(qdagger, run_dir)
     assert results(run_dir) == expected
     assert list(dict.fromkeys(evaluations)) == EVALUATIONS
+
+
+@pytest.mark.parametrize("script", list(NETWORKS), ids=lambda script: script.__name__)
+def test_signal_in_an_evaluation_during_the_online_phase(
+    script: Any, whole: Callable, teacher: Path, evaluations: list[str]
+) -> None:
+    """The same holds there, but for what follows from the new episodes.
+
+    Every 101 steps, the first steps of both environments that reach a multiple are 102 and 202. The model of an
+    evaluation is saved after it.
+    """
+    scalars, models = whole(script)
+    run_dir = stop_in_evaluation(script, args_of(script, teacher), "online 102", signal.SIGTERM)
+    assert not list(run_dir.glob("*-online-*.cleanrl_model"))
+    resume(script, run_dir)
+    assert_same_steps(run_dir, scalars)
+    found_scalars, found_models = results(run_dir)
+    offline = 100 if hasattr(script, "qdagger_loss") else 0
+    tag = "charts/online/avg_episodic_return"
+    assert [step for step, _ in found_scalars[tag]] == [offline + 102, offline + 202]
+    assert found_scalars[tag] == scalars[tag]
+    assert found_models.keys() == models.keys()
+    before = f"{script.__name__}-online-102"
+    assert found_models[before] == models[before]
+    assert evaluations == (EVALUATIONS if offline else EVALUATIONS[-3:])
 
 
 def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,11 +755,12 @@ def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatc
     for tag in ("loss", "q_loss", "distill_loss", "updates_per_second"):
         assert steps[f"charts/offline/{tag}"] == [100, 200], tag
     assert steps["charts/offline/avg_episodic_return"] == [70, 140, 203]
-    for tag in ("charts/SPS", "charts/epsilon", "charts/distill_coeff", "losses/loss"):
+    for tag in ("charts/SPS", "charts/epsilon", "charts/distill_coeff"):
         assert steps[tag] == [203 + step - 2 for step in (100, 200, 300, 400)], tag
-    assert evaluations == ["teacher", "random", "offline 70", "offline 140", "offline 203", "final"]
-    models = {path.stem.rpartition("-")[2] for path in run_dir.glob("*-offline-*.cleanrl_model")}
-    assert models == {"70", "140", "203"}
+    names = ["offline 70", "offline 140", "offline 203", "online 102", "online 202", "online 304"]
+    assert evaluations == ["teacher", "random", *names, "final"]
+    models = {path.stem.removeprefix(f"{STUDENT}-") for path in run_dir.glob("*-*.cleanrl_model")}
+    assert models == {name.replace(" ", "-") for name in names}
 
 
 def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,48 +775,53 @@ def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(checkpoint_module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(Checkpoint, "_write", write)
-    with closing(Checkpoint(Args())) as checkpoint:
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it would not end a login at W&B, which comes first"
-        checkpoint.handle_signals()
+    checkpoint = make_checkpoint(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it would not end a login at W&B, which comes first"
+    with checkpoint:
         assert signal.getsignal(signal.SIGTERM) == checkpoint._on_signal
         while now < 10_000:
             now += 1
-            checkpoint.save_if_due(Progress(), {})
+            checkpoint.save_if_due()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert begun[0] == 600
     assert set(np.diff(begun)) == {627}
     begun.clear()
-    with closing(Checkpoint(Args(checkpoint_minutes=0))) as checkpoint:
-        checkpoint.handle_signals()
+    with Checkpoint(Args(checkpoint_minutes=0), tmp_path) as checkpoint:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         now += 10_000
-        checkpoint.save_if_due(Progress(), {})
-        checkpoint.save(Progress(), {})
+        checkpoint.save_if_due()
+        checkpoint.save()
     assert not begun
 
 
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [(qdagger, r"q_network network\.0\."), (qdagger_jax, r"state\..*params.*bias")],
-)
-def test_diverged(script: Any, name: str, teacher: Path, evaluations: list[str], whole: Callable) -> None:
-    """A network that becomes NaN or infinite ends the run in one line, and the checkpoint before can be resumed."""
-    expected, update_target = whole(script), script.update_target
+DIVERGING = [(qdagger, {"offline_update": 20}), (qdagger_jax, {"offline_update": 20}), (qdagger, {"online_step": 104})]
+DIVERGING += [(dqn_atari, {"step": 104}), (dqn_atari_jax, {"step": 104})]
+
+
+@pytest.mark.parametrize(("script", "counters"), DIVERGING)
+def test_diverged(script: Any, counters: dict, teacher: Path, evaluations: list[str], whole: Callable) -> None:
+    """A network that becomes NaN ends the run in one line, before it is evaluated, saved as a model or logged."""
+    (expected, _), update_target = whole(script), script.update_target
 
     def poison(target: Any, *args: Any) -> Any:
         state = update_target(target, *args)
-        if script is qdagger:
+        if not hasattr(script, "jax"):
             next(iter(target.parameters())).data[0, 0, 0, 0] = torch.inf
             return None
         leaves, tree = jax.tree.flatten(state.target_params)
         return state._replace(target_params=jax.tree.unflatten(tree, [leaves[0] + jnp.inf, *leaves[1:]]))
 
-    run_dir = stop(script, args_of(script, teacher), offline_update=20)
+    run_dir = stop(script, args_of(script, teacher), **counters)
+    evaluations.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "update_target", poison)
-        with pytest.raises(UserError, match=rf"{name}.*--learning-rate .*--resume {run_dir}"):
+        with pytest.raises(UserError, match=r"the training diverged: a weight is NaN or infinite; .*--learning-rate"):
             resume(script, run_dir)
+    assert not evaluations
+    assert all(np.isfinite(value) for points in read_scalars(run_dir).values() for _, value in points)
+    release_locks()
     resume(script, run_dir)
-    assert results(run_dir) == expected
+    assert_same_steps(run_dir, expected)
 
 
 # ==================== flags ====================
@@ -774,7 +855,7 @@ def test_finished_training_has_no_more_steps(
 ) -> None:
     """After training, --total-timesteps can't be raised, and --save-model still can be given."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "finish", lambda self: self.close() or sys.exit(0))
+        patch.setattr(Checkpoint, "finish", lambda self: sys.exit(0))
         with pytest.raises(SystemExit):
             qdagger.main(args_of(qdagger, teacher, save_model=False))
     run_dir = only(Path("runs").iterdir())
@@ -793,7 +874,7 @@ def test_training_that_is_ended(script: Any, steps: int, teacher: Path, evaluati
 def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
     """Notebooks and Ray may call main in a thread, where Python has no signal handlers; checkpoints are saved."""
     with ThreadPoolExecutor() as executor, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "finish", Checkpoint.close)
+        patch.setattr(Checkpoint, "finish", lambda self: None)
         executor.submit(qdagger.main, args_of(qdagger, teacher)).result()
     resume(qdagger, only(Path("runs").iterdir()))
     assert evaluations == [*EVALUATIONS, "final"]
@@ -811,10 +892,54 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="this script has other flags than the run; resume it with the script"):
         parse_args(changed, ["--resume", str(stopped)])
     args = parse_args(qdagger.Args, ["--resume", str(stopped)])
-    with closing(Checkpoint(args)) as running:
-        running.release_signals()  # as before an upload
-        with pytest.raises(UserError, match="still running in another process"):
-            Checkpoint(args)
+    start_logging(args)
+    with pytest.raises(UserError, match="still running in another process"):
+        start_logging(args)
+
+
+def rewrite_state(path: Path, **changes: Any) -> None:
+    """Change values in a state, or delete those that are None."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    state = json.loads(members["state.json"]) | changes
+    members["state.json"] = json.dumps({name: value for name, value in state.items() if value is not None}).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def test_run_of_an_earlier_version(stopped: Path) -> None:
+    """Its checkpoints have no list of their members, and may have other flags: one line."""
+    state = sorted(stopped.glob("checkpoint/*.state"))[-1]
+    rewrite_state(state, members=None, versions=None, parts=["q_network"], progress={"teacher_step": 3})
+    with pytest.raises(UserError, match=f"--resume {stopped}: an earlier version.*; resume it with the script"):
+        parse_args(qdagger.Args, ["--resume", str(stopped)])
+
+
+def test_resumed_under_other_versions(
+    stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Versions are in the table of flags, and a run that is resumed under others prints both in a warning."""
+    (table,) = EventAccumulator(str(stopped)).Reload().Tensors("hyperparameters")
+    packages = ("ale-py", "gymnasium", "torch", "jax")
+    was = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    assert f"|versions|{was}|" in table.tensor_proto.string_val[0].decode()
+    now = was.replace("ale-py ", "ale-py 9.")
+    monkeypatch.setattr(checkpoint_module, "versions", lambda: now)
+    resume(qdagger, stopped)
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: the run used")]
+    assert was in warning
+    assert now in warning
+
+
+@pytest.mark.parametrize("script", [qdagger, qdagger_jax])
+def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path: Path) -> None:
+    """A resumed run with other weights in the teacher's file ends in one line."""
+    directory = write_teacher(tmp_path / "teacher")
+    run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
+    write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
+    with pytest.raises(UserError, match=rf"the run was started with another file than {directory}/.*; give that one"):
+        resume(script, run_dir)
 
 
 # ==================== processes ====================
@@ -823,6 +948,11 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
 def newest_number(folder: Path) -> int:
     """Return the number of the newest checkpoint of the run in ``folder``."""
     return max((int(path.stem) for path in folder.glob("runs/*/checkpoint/*.state")), default=0)
+
+
+def progress_of(run_dir: Path) -> dict[str, Any]:
+    """Return the progress in the newest checkpoint."""
+    return json.loads(load_checkpoint(run_dir, STUDENT)[2]["progress"])
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
@@ -857,14 +987,14 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     assert "stopped by SIGINT" in output
 
     command = [sys.executable, *shlex.split(command)[1:], "--checkpoint-minutes=1000"]
-    process, done = subprocess.Popen(command, **options), load_checkpoint(run_dir, STUDENT)[1]["progress"]
+    process, done = subprocess.Popen(command, **options), progress_of(run_dir)
     output = b""
     while b"/100000" not in output:  # the offline phase begins
         output += os.read(process.stdout.fileno(), 1000)
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(120) in (130, 141)
-    now = load_checkpoint(run_dir, STUDENT)[1]["progress"]
+    now = progress_of(run_dir)
     assert (now["teacher_step"], now["offline_update"]) > (done["teacher_step"], done["offline_update"])
 
 
@@ -938,4 +1068,4 @@ def test_full_disk(teacher: Path, tmp_path: Path) -> None:
     assert evaluations == 2, "the teacher was evaluated before the first checkpoint"  # once before and once resumed
     steps = steps_of(only((tmp_path / "100000" / "runs").iterdir()))
     assert steps["charts/offline/loss"] == [100]
-    assert steps["losses/loss"] == [198, 298, 398]
+    assert steps["charts/SPS"] == [198, 298, 398]

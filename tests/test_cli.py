@@ -1,7 +1,6 @@
 """The scripts as a user runs them: whole small runs, their logs and files, and wrong input."""
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
@@ -45,15 +44,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cleanrl_utils.checkpoint import parse_args
-from cleanrl_utils.checks import check_args, size_problem
+from cleanrl_utils.checks import check_args, fitting_num_envs, size_problem
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import convert, read_arrays
+from cleanrl_utils.tracking import ProgressBar
 
-EVALUATION_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return", "eval/episodic_return"}
+TEACHER_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return"}
+EVALUATION_TAGS = TEACHER_TAGS | {"eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
 EPISODE_TAGS = {"charts/episodic_return", "charts/episodic_length"}
 ONLINE_TAGS = {f"charts/{tag}" for tag in ("epsilon", "distill_coeff", "SPS")}
-ONLINE_TAGS |= {f"losses/{tag}" for tag in ("loss", "td_loss", "distill_loss", "q_values")}
+LOSS_TAGS = {f"losses/{tag}" for tag in ("loss", "td_loss", "distill_loss", "q_values")}
 
 
 # ==================== a whole run ====================
@@ -75,10 +76,10 @@ from cleanrl_utils import atari, checkpoint
 atari.MAX_FRAMES = 240
 save_if_due, stop_at = checkpoint.Checkpoint.save_if_due, int(sys.argv[1])
 
-def interrupt(self, progress, modules, replay):
-    if progress.offline_update == stop_at:
+def interrupt(self, *args):
+    if self.state["progress"].offline_update == stop_at:
         os.kill(os.getpid(), signal.SIGTERM)
-    save_if_due(self, progress, modules, replay)
+    save_if_due(self, *args)
 
 checkpoint.Checkpoint.save_if_due = interrupt
 sys.argv = sys.argv[2:]
@@ -101,6 +102,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     flags += f"--offline-eval-frequency 60 --total-timesteps {FULL_STEPS} --learning-starts 40 --buffer-size 200 "
     flags += "--batch_size 4 --train_frequency 32 --exploration-fraction 0.5 --end-e 0.8 --temperature 1 --save-model "
     flags += f"--n-step 3 --repeat-action-probability 0.25 --distill-coefficient 2 --env-id {FULL_GAME} --track "
+    flags += "--online-eval-frequency 500 "
     environ = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     if script == STUDENT:
         flags += f"--teacher_policy_hf_repo {teacher} --teacher-model-exp-name {DQN} --capture-video"
@@ -125,16 +127,23 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_metrics(full_run: FinishedRun) -> None:
-    """Every tag has its steps: 0…100 in the offline phase, from there on online, every 100 environment steps."""
+    """Every tag has its steps: 0…100 in the offline phase, from there on online, every 100 environment steps.
+
+    Losses come with each third update, as there are three in 100 steps.
+    """
     steps = {tag: [step for step, _ in points] for tag, points in full_run.scalars.items()}
     online = [100 + step for step in range(0, FULL_STEPS, 4) if step // 100 < (step + 4) // 100]
-    assert len(online) == 11
+    updates = [100 + step for step in range(40, FULL_STEPS, 4) if step // 32 < (step + 4) // 32]
+    assert (len(online), len(updates)) == (11, 33)
     episodes = {tag: steps.pop(tag) for tag in EPISODE_TAGS}
     assert steps == {
-        **{tag: [0] for tag in EVALUATION_TAGS | {"charts/teacher/SPS"}},
+        **{tag: [0] for tag in (*TEACHER_TAGS, "charts/teacher/SPS")},
         **{tag: [100] for tag in OFFLINE_TAGS},
         "charts/offline/avg_episodic_return": [60, 100],
+        "charts/online/avg_episodic_return": [600, 1100],
         **dict.fromkeys(ONLINE_TAGS, online),
+        **dict.fromkeys(LOSS_TAGS, updates[2::3]),
+        "eval/episodic_return": [100 + FULL_STEPS],
     }
     for tag, found in episodes.items():
         assert found == sorted(found), tag
@@ -161,8 +170,7 @@ def test_metrics_fit_together(full_run: FinishedRun) -> None:
     assert coefficient_at(100 + FULL_STEPS) != 2, "λ is not annealed"
     for step, epsilon in full_run.scalars["charts/epsilon"]:
         assert epsilon == pytest.approx(max(1 - 0.2 * step / (0.5 * FULL_STEPS), 0.8), abs=1e-6)
-    # The losses are those of the last update, which comes when each 32nd step of the phase is passed.
-    used = [coefficient_at(step - (step - 100 - 28) % 32) for step, _ in full_run.scalars["losses/loss"]]
+    used = [coefficient_at(step) for step, _ in full_run.scalars["losses/loss"]]
     total = values["losses/td_loss"] + used * values["losses/distill_loss"]
     np.testing.assert_allclose(values["losses/loss"], total, rtol=1e-4)
     total = values["charts/offline/q_loss"] + 2 * values["charts/offline/distill_loss"]
@@ -170,39 +178,51 @@ def test_metrics_fit_together(full_run: FinishedRun) -> None:
 
 
 def test_summary(full_run: FinishedRun) -> None:
-    """The last lines give the mean return of every evaluation, as TensorBoard does."""
+    """The last lines give the mean return of every evaluation, as TensorBoard does, and where the videos are.
+
+    Where there are none, it is a command that films an episode.
+    """
     _, heading, summary = full_run.stdout.rpartition(f"{FULL_GAME}, episodes at epsilon 0.8")
     assert heading
     means = {name.strip(): float(mean) for name, mean in re.findall(r"^  (.*?) +(-?[\d.]+) ±", summary, re.MULTILINE)}
     scalars = full_run.scalars
     offline = dict(scalars["charts/offline/avg_episodic_return"])
+    online = dict(scalars["charts/online/avg_episodic_return"])
     assert means == {
         "teacher": pytest.approx(scalars["charts/teacher/avg_episodic_return"][0][1], abs=0.06),
-        "random policy": pytest.approx(scalars["charts/random/avg_episodic_return"][0][1], abs=0.06),
-        "after 60 offline updates": pytest.approx(offline[60], abs=0.06),
-        "after 100 offline updates": pytest.approx(offline[100], abs=0.06),
-        f"after {FULL_STEPS:,} online steps": pytest.approx(scalars["eval/episodic_return"][0][1], abs=0.06),
+        "random": pytest.approx(scalars["charts/random/avg_episodic_return"][0][1], abs=0.06),
+        "offline 60": pytest.approx(offline[60], abs=0.06),
+        "offline 100": pytest.approx(offline[100], abs=0.06),
+        "online 500": pytest.approx(online[600], abs=0.06),
+        "online 1000": pytest.approx(online[1100], abs=0.06),
+        "final": pytest.approx(scalars["eval/episodic_return"][0][1], abs=0.06),
     }
     assert re.search(r"^  λ, the weight of the distillation loss: 2 to [012]\.\d\d$", summary, re.MULTILINE)
-    assert "--repeat-action-probability 0.25 --epsilon 0.8" in summary
+    if full_run.script == STUDENT:
+        assert f"\nvideos:              videos/{full_run.run_dir.name}\n" in summary
+        assert "enjoy" not in summary
+        return
+    assert "videos" not in summary
+    assert "--repeat-action-probability 0.25 --epsilon 0.8 --capture-video" in summary
     model = re.search(r"--hf-repository (\S+)", summary)[1]
     assert full_run.folder / model == full_run.run_dir / f"{full_run.script}.cleanrl_model"
 
 
 def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run directory has models of three moments and nothing unfinished; the videos are where they should be."""
+    """The run directory has a model of each evaluation and nothing unfinished; the videos are where they should be."""
     script, run_dir = full_run.script, full_run.run_dir
     assert re.fullmatch(rf"{FULL_GAME}__{script}__2__\d+", run_dir.name)
-    names = [f"{script}-offline-60.cleanrl_model", f"{script}-offline-100.cleanrl_model", f"{script}.cleanrl_model"]
+    evaluations = ("-offline-60", "-offline-100", "-online-500", "-online-1000", "")
+    names = [f"{script}{evaluation}.cleanrl_model" for evaluation in evaluations]
     others = {path.name for path in run_dir.iterdir() if "tfevents" not in path.name}
-    assert others == {*names, "curves.png", "finished", "wandb_id"}
+    assert others == {*names, "curves.png", "finished", "wandb_id", ".lock"}
     weights = [convert(read_arrays(run_dir / name), "torch")[0] for name in names]
     assert all(w.keys() == qdagger.QNetwork(NUM_ACTIONS).state_dict().keys() for w in weights)
     for before, after in itertools.pairwise(weights):
         assert not np.array_equal(before["network.0.conv.weight"], after["network.0.conv.weight"])
     videos = {path.stem for path in (full_run.folder / "videos" / run_dir.name).glob("*.mp4")}
-    expected = {"teacher", "random", "offline-60", "offline-100", "final"} if script == STUDENT else set()
-    assert videos == expected
+    expected = {"teacher", "random", "offline-60", "offline-100", "online-500", "online-1000", "final"}
+    assert videos == (expected if script == STUDENT else set())
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -263,12 +283,12 @@ def test_student_is_the_teacher(
     """A student of either backend teaches the next one, here from the first online step on and in a -v5 game."""
     monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
     flags = {"env_id": "ALE/Klax-v5", "offline_steps": 0, "distill_coefficient": 0.0, "total_timesteps": 110}
-    flags |= {"save_model": False}
+    flags |= {"save_model": False, "train_frequency": 50}
     run_dir = run(qdagger, tiny(full_run.run_dir, teacher_model_exp_name=full_run.script, **flags))
     assert run_dir.name.startswith("ALE-Klax-v5__")
     assert not list(run_dir.glob("*.cleanrl_model")), "a model was saved with --no-save-model"
     scalars = read_scalars(run_dir)
-    assert scalars.keys() == (EVALUATION_TAGS | ONLINE_TAGS) | (scalars.keys() & EPISODE_TAGS)
+    assert scalars.keys() == (EVALUATION_TAGS | ONLINE_TAGS | LOSS_TAGS) | (scalars.keys() & EPISODE_TAGS)
     assert scalars["losses/loss"] == [(98, value) for _, value in scalars["losses/td_loss"]]
     assert scalars["charts/distill_coeff"] == [(98, 0.0)]
     assert "offline" not in capsys.readouterr().out.rpartition("episodes at epsilon")[2]
@@ -301,13 +321,13 @@ def test_pretraining_alone(
     # The evaluations of the teacher and the random policy, the teacher's data, two evaluations of the student.
     assert temperatures == [0.1, 0.0] + [0.1] * 30 + [0.0] * 2
     scalars = read_scalars(run_dir)
-    assert not scalars.keys() & ONLINE_TAGS
-    assert scalars["eval/episodic_return"] == [(0, 7.0), (1, 8.0)]
+    assert not scalars.keys() & (ONLINE_TAGS | LOSS_TAGS)
+    assert scalars["eval/episodic_return"] == [(4, 7.0), (5, 8.0)]
     models = [run_dir / f"{script.__name__}{suffix}.cleanrl_model" for suffix in ("", "-offline-4")]
     assert models[0].read_bytes() == models[1].read_bytes()
     output = capsys.readouterr().out
-    assert "WARNING: the teacher (7.5) is no better than the random policy (7.5)" in output
-    assert re.search(r"^  after 4 offline updates +7.5 ± +0.5", output, re.MULTILINE)
+    assert "WARNING: the teacher (7.5) is no better than random actions (7.5)" in output
+    assert re.search(r"^  offline 4 +7.5 ± +0.5", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", [qdagger, qdagger_jax])
@@ -321,7 +341,7 @@ def test_same_seed_same_run(script: Any, teacher: Path, run: Callable, monkeypat
         scalars = read_scalars(run_dir)
         curves.append({tag: points for tag, points in scalars.items() if tag not in TIMED_TAGS})
         models.append((run_dir / f"{script.__name__}.cleanrl_model").read_bytes())
-    assert curves[0].keys() >= (EVALUATION_TAGS | OFFLINE_TAGS | ONLINE_TAGS) - TIMED_TAGS
+    assert curves[0].keys() >= (EVALUATION_TAGS | OFFLINE_TAGS | ONLINE_TAGS | LOSS_TAGS) - TIMED_TAGS
     assert (curves[0], models[0]) == (curves[1], models[1])
     assert curves[0]["losses/td_loss"] != curves[2]["losses/td_loss"]
     assert models[0] != models[2]
@@ -363,12 +383,12 @@ def test_dqn_makes_a_teacher(
     """DQN logs its curves, and QDagger loads its model as a teacher with the same weights."""
     monkeypatch.chdir(tmp_path)
     flags = {"num_envs": 1, "total_timesteps": 110, "learning_starts": 40, "buffer_size": 80, "batch_size": 4}
-    script.main(script.Args(env_id=GAME, train_frequency=20, n_step=3, save_model=True, **flags))
+    script.main(script.Args(env_id=GAME, train_frequency=50, n_step=3, save_model=True, **flags))
     run_dir = only(Path("runs").iterdir())
     scalars = read_scalars(run_dir)
     tags = {"charts/epsilon", "charts/SPS", "losses/td_loss", "losses/q_values"}
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
-    assert scalars["eval/episodic_return"][0][0] == 0
+    assert scalars["eval/episodic_return"][0][0] == 110
     path = run_dir / f"{script.__name__}.cleanrl_model"
     saved, _ = convert(read_arrays(path), "torch")
     loaded = qdagger.load_model(path, NUM_ACTIONS, 1.0)[0].state_dict()
@@ -399,10 +419,20 @@ def test_command_lines_of_cleanrl(
 
 
 def test_sizes_that_do_not_divide_each_other(teacher: Path, run: Callable, no_evaluations: list) -> None:
-    """They run, also where nothing can be logged yet when logging is due."""
+    """They run, also where the run ends before losses are logged."""
     flags = {"offline_steps": 0, "num_envs": 1, "total_timesteps": 150}
     run(qdagger, tiny(teacher, train_frequency=70, learning_starts=99, **flags))
     run(qdagger, tiny(teacher, teacher_steps=61, num_envs=3, total_timesteps=100, offline_eval_frequency=3))
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_progress_bar(start: int, capsys: pytest.CaptureFixture) -> None:
+    """It counts updates or environment steps, of which the last call makes fewer, also in a resumed run."""
+    bar = ProgressBar("offline", range(start, 5, 4), "update")
+    assert list(bar) == [0, 4][start // 4 :]
+    last = re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
+    assert last.startswith("offline: 100%")
+    assert " 5/5 " in last
 
 
 sizes = st.integers(1, 200)
@@ -410,17 +440,18 @@ sizes = st.integers(1, 200)
 
 @given(buffer_size=sizes, teacher_steps=sizes, total_timesteps=sizes, learning_starts=sizes, data=st.data())
 def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
-    """`num_envs` is halved until the sizes fit, which is printed; other flags stay."""
+    """`num_envs` is halved until the sizes fit, which is printed."""
     args = qdagger.Args(num_envs=data.draw(st.sampled_from([3, 16, 32])), n_step=data.draw(st.integers(1, 5)), **flags)
     candidates = [args.num_envs >> i for i in range(6) if args.num_envs >> i]
-    fitting = [n for n in candidates if not size_problem(dataclasses.replace(args, num_envs=n))]
+    if size_problem(args, 1):
+        with pytest.raises(UserError, match=r"one environment|before the first update"):
+            check_args(args)
+        return
+    check_args(args)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        if fitting:
-            assert check_args(args) == dataclasses.replace(args, num_envs=fitting[0])
-            assert bool(out.getvalue()) == (fitting[0] != args.num_envs)
-        else:
-            with pytest.raises(UserError, match=r"one environment|before the first update"):
-                check_args(args)
+        num_envs = fitting_num_envs(args)
+    assert num_envs == next(n for n in candidates if not size_problem(args, n))
+    assert bool(out.getvalue()) == (num_envs != args.num_envs)
 
 
 # ==================== wrong input ====================
@@ -460,7 +491,7 @@ VALUES: list[tuple[str, list]] = [
     ("repeat_action_probability", [-0.1, 1.0, NAN]), ("checkpoint_minutes", [-1.0, NAN, INF]),
     ("temperature", [0.0, NAN, INF]), ("offline_steps", [-1]), ("distill_coefficient", [-1.0, NAN]),
     ("online_learning_rate", [0.0, NAN]), ("final_learning_rate", [0.0]), ("offline_eval_frequency", [0]),
-    ("teacher_eval_episodes", [0]), ("teacher_steps", [0]), ("warmup_updates", [-1]),
+    ("online_eval_frequency", [0]), ("teacher_eval_episodes", [0]), ("teacher_steps", [0]), ("warmup_updates", [-1]),
 ]  # fmt: skip
 
 
@@ -472,6 +503,10 @@ def test_value_out_of_range(name: str, values: list, teacher: Path) -> None:
         assert_refused(args, "--" + name.replace("_", "-"), str(value)[:20])
         if hasattr(dqn_atari.Args, name):
             assert_refused(twin(args, dqn_atari), "--" + name.replace("_", "-"), str(value)[:20])
+
+
+def test_eval_frequency_of_dqn() -> None:
+    assert_refused(dqn_atari.Args(env_id=GAME, eval_frequency=0), "--eval-frequency is 0; it must be between 1 and")
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_extreme_q_values_give_a_finite_loss() -> None:
     """Softmaxes underflow to zero, where 0 · log 0 is 0 and not NaN."""
     q, teacher_q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]]), jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
     zeros, state = jnp.zeros(2), jnp.arange(2)
-    batch = qdagger_jax.Batch(state, jnp.array([0, 1]), zeros, state, zeros, teacher_q, jnp.ones(2, bool))
+    batch = qdagger_jax.Batch(state, jnp.array([0, 1]), zeros, state, zeros, teacher_q)
     gradient, losses = jax.grad(qdagger_jax_losses, has_aux=True)(
         q, q, batch, 1.0, 0.1, apply=lambda q, state: q[state]
     )

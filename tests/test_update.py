@@ -97,12 +97,12 @@ class Reference:
         arrays = {name: value.numpy().astype(float) for name, value in batch._asdict().items() if value.dim() < 3}
         self.y = arrays["n_step_return"] + arrays["bootstrap_discount"] * bootstrap_q.max(axis=1)
         self.teacher = log_softmax(arrays["teacher_q_values"] / temperature)
-        self.action, self.valid = batch.action.numpy(), batch.valid.numpy()
+        self.action = batch.action.numpy()
         self.coefficient, self.temperature = coefficient, temperature
 
     def losses(self, q: np.ndarray) -> tuple[float, float, float]:
         """Compute the loss, its TD term and its distillation term."""
-        td = np.mean([self.valid[b] * (q[b, a] - self.y[b]) ** 2 for b, a in enumerate(self.action)])
+        td = np.mean([(q[b, a] - self.y[b]) ** 2 for b, a in enumerate(self.action)])
         kl = np.mean(np.sum(np.exp(self.teacher) * (self.teacher - log_softmax(q / self.temperature)), axis=1))
         return td + self.coefficient * kl, td, kl
 
@@ -110,7 +110,7 @@ class Reference:
         """Compute dL/dQ in closed form, float64 (B, num_actions)."""
         policy, rows = np.exp(log_softmax(q / self.temperature)), np.arange(len(q))
         gradient = self.coefficient / (len(q) * self.temperature) * (policy - np.exp(self.teacher))
-        gradient[rows, self.action] += 2 / len(q) * self.valid * (q[rows, self.action] - self.y)
+        gradient[rows, self.action] += 2 / len(q) * (q[rows, self.action] - self.y)
         return gradient
 
 
@@ -230,7 +230,7 @@ def test_loss_and_its_gradient(
 ) -> None:
     """Compare each term and dL/dQ. QDagger bootstraps from the network that learns: it has no gradient there.
 
-    The rows of the table are states. A transition that is not valid has no TD error.
+    The rows of the table are states.
     """
     rng = np.random.default_rng(seed)
     q = rng.normal(scale=scale, size=(2 * size, num_actions))
@@ -242,7 +242,6 @@ def test_loss_and_its_gradient(
         bootstrap_observation=torch.from_numpy(next_state),
         bootstrap_discount=torch.from_numpy(rng.choice([0.0, 0.9, 0.99], size)),
         teacher_q_values=torch.from_numpy(rng.normal(scale=scale, size=(size, num_actions))),
-        valid=torch.from_numpy(rng.random(size) < 0.7),
     )
     table, reference = Table(q), Reference(batch, q[next_state], coefficient, temperature)
     losses = qdagger_losses(table, table, batch, coefficient, temperature)
