@@ -34,10 +34,10 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import ProgressBar, start_logging
+from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
 LOG_EVERY = 100  # environment steps
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1  # of an environment step in the replay buffer
+RECENT_EPISODES = 10  # training episodes whose mean return is shown
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Args:
     capture_video: bool = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
     save_model: bool = True
-    """whether to save the final model into the `runs/{run_name}` folder (those of earlier evaluations always are)"""
+    """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: str = ""
@@ -81,7 +81,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
+    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -99,7 +99,7 @@ class Args:
     target_network_frequency: int = 1000
     """the environment steps between updates of the target network"""
     batch_size: int = 32
-    """the batch size of sample from the replay buffer"""
+    """the batch size of a sample from the replay buffer"""
     start_e: float = 1.0
     """the starting epsilon for exploration"""
     end_e: float = 0.01
@@ -122,7 +122,7 @@ class Progress:
 
     step: int = 0  # environment steps
     update: int = 0
-    recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
+    recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
 class QNetwork(nn.Module):
@@ -151,14 +151,21 @@ def save_model(network: nn.Module, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
+
+    :meth:`Replay.add` also uses it for a single step, without the axis L.
+    """
 
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8 (L, N)
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
     terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no action
+    valid: torch.Tensor  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
+
+
+# Of an environment step: frame, action, reward, terminated, age, valid.
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1
 
 
 class Batch(NamedTuple):
@@ -197,7 +204,7 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
+            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
         slot = self.steps_added % self.length
         for array, value in zip(self.ring, step, strict=True):
@@ -230,7 +237,7 @@ def sample(
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
-    # If all 8 are final observations, the step before the first of them is a transition.
+    # If all 8 are final observations, take the step before the first of them, which is a transition.
     t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -248,7 +255,7 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
         running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
         m = m + running
-        terminated = terminated | running & ring.terminated[slot, env]
+        terminated = terminated | (running & ring.terminated[slot, env])
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
@@ -338,7 +345,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
     check_args(args, device, STEP_BYTES)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
+    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -354,14 +361,15 @@ def main(args: Args) -> None:
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
-    video_dir = Path("videos", run_dir.name) if args.capture_video else None
+    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
+    run_dir, writer = start_logging(args)
+    video_dir = VIDEOS / run_dir.name if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(
         args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
         generator=generator, rng=rng, writer=writer,
     )  # fmt: skip
-    checkpoint.restore()  # in a new run, all of these stay as they are
+    checkpoint.restore()  # does nothing in a new run
 
     @torch.no_grad()
     def q_values_of(observation: torch.Tensor) -> torch.Tensor:
@@ -370,7 +378,7 @@ def main(args: Args) -> None:
 
     def evaluate(name: str) -> list[float]:
         """Play whole episodes and return their returns."""
-        seed = args.seed + 1000  # other episodes than those of the training
+        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
         action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
@@ -380,12 +388,12 @@ def main(args: Args) -> None:
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
             return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
-    with checkpoint:  # a signal stops the run after a checkpoint
+    with writer, checkpoint:  # a signal stops the run after a checkpoint
         # ==================== training ====================
         if progress.step < args.total_timesteps:
             replay = Replay(args.buffer_size, args, device)
             if progress.step > 0:
-                checkpoint.restore_replay(replay)  # and truncates its episodes
+                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
             update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
@@ -395,10 +403,9 @@ def main(args: Args) -> None:
             start_time = time.perf_counter()
             for global_step in bar:
                 next_step = global_step + args.num_envs
-                # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
                 if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
-                    check_finite(q_network.parameters())
-                    checkpoint.save(replay)
+                    checkpoint.save(replay=replay)
                     mean_return = np.mean(evaluate(f"online {global_step}"))
                     writer.add_scalar("charts/online/avg_episodic_return", mean_return, global_step)
                     save_model(q_network, run_dir / f"{args.exp_name}-online-{global_step}.cleanrl_model")
@@ -414,6 +421,7 @@ def main(args: Args) -> None:
                     for _ in range(times_due(global_step, next_step, args.train_frequency)):
                         losses = update(low, high)
                         progress.update += 1
+                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                         update_target(target_network, q_network, args.tau)
 
@@ -427,17 +435,17 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/SPS", int(sps), global_step)
                     writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if times_due(updates_before, progress.update, updates_per_log):
-                    check_finite(q_network.parameters())
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    check_finite(q_network.parameters())
                 for env, episodic_return, length in result.episodes:
-                    progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                    progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(replay)
+                checkpoint.save_if_due(replay=replay)
 
         # ==================== save and evaluate ====================
         check_finite(q_network.parameters())
@@ -451,7 +459,6 @@ def main(args: Args) -> None:
             writer.add_scalar("eval/episodic_return", episodic_return, progress.step + i)
 
     # ==================== upload ====================
-    writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)
     checkpoint.finish()

@@ -32,12 +32,12 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import ProgressBar, start_logging
+from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 
 LOG_EVERY = 100  # environment steps
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1  # of an environment step in the replay buffer
+RECENT_EPISODES = 10  # training episodes whose mean return is shown
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Args:
     capture_video: bool = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
     save_model: bool = True
-    """whether to save the final model into the `runs/{run_name}` folder (those of earlier evaluations always are)"""
+    """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: str = ""
@@ -73,7 +73,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
+    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -91,7 +91,7 @@ class Args:
     target_network_frequency: int = 1000
     """the environment steps between updates of the target network"""
     batch_size: int = 32
-    """the batch size of sample from the replay buffer"""
+    """the batch size of a sample from the replay buffer"""
     start_e: float = 1.0
     """the starting epsilon for exploration"""
     end_e: float = 0.01
@@ -114,7 +114,7 @@ class Progress:
 
     step: int = 0  # environment steps
     update: int = 0
-    recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
+    recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
 class QNetwork(nn.Module):
@@ -153,14 +153,21 @@ def save_model(params: Params, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
+
+    :meth:`Replay.add` also uses it for a single step, without the axis L.
+    """
 
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8 (L, N)
     reward: jax.Array  # float32 (L, N), clipped to [−1, 1]
     terminated: jax.Array  # bool (L, N), a life was lost or the episode ended
     age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool (L, N), False for the final observation of an episode, which has no action
+    valid: jax.Array  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
+
+
+# Of an environment step: frame, action, reward, terminated, age, valid.
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1
 
 
 class Batch(NamedTuple):
@@ -199,7 +206,7 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
+            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
         self.ring = write_step(self.ring, self.steps_added % self.length, step)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
@@ -235,7 +242,7 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
-    # If all 8 are final observations, the step before the first of them is a transition.
+    # If all 8 are final observations, take the step before the first of them, which is a transition.
     t = jnp.where(ring.valid[t % length, env], t, jnp.maximum(t - 1, low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -253,7 +260,7 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
         running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
         m = m + running
-        terminated = terminated | running & ring.terminated[slot, env]
+        terminated = terminated | (running & ring.terminated[slot, env])
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
@@ -350,7 +357,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     dtype = set_up_jax(args.bf16)  # of all layers but the last
     check_args(args, jax.devices()[0], STEP_BYTES)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
+    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
@@ -359,20 +366,23 @@ def main(args: Args) -> None:
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
-    target_params = jax.tree.map(jnp.copy, params)  # `update` donates both, and an array only once
+    # A copy: `update` donates both trees, and an array can be donated only once.
+    target_params = jax.tree.map(jnp.copy, params)
     state = TrainState(params, target_params, optimizer.init(params), key)
     update = make_update(q_network, optimizer, args)
     q_values_of = jax.jit(q_network.apply)
 
-    run_dir, writer = start_logging(args)  # a new runs/{run_name} or that of --resume; TensorBoard and W&B
-    video_dir = Path("videos", run_dir.name) if args.capture_video else None
+    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
+    run_dir, writer = start_logging(args)
+    video_dir = VIDEOS / run_dir.name if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer)
-    state = checkpoint.restore(state)  # in a new run, all of these stay as they are
+    # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
+    state = checkpoint.restore(state)  # does nothing in a new run
 
     def evaluate(name: str) -> list[float]:
         """Play whole episodes and return their returns."""
-        seed = args.seed + 1000  # other episodes than those of the training
+        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
         action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
@@ -382,12 +392,12 @@ def main(args: Args) -> None:
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
             return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
-    with checkpoint:  # a signal stops the run after a checkpoint
+    with writer, checkpoint:  # a signal stops the run after a checkpoint
         # ==================== training ====================
         if progress.step < args.total_timesteps:
             replay = Replay(args.buffer_size, args)
             if progress.step > 0:
-                checkpoint.restore_replay(replay)  # and truncates its episodes
+                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
             observation = envs.reset((args.seed, progress.step))
@@ -396,10 +406,9 @@ def main(args: Args) -> None:
             start_time = time.perf_counter()
             for global_step in bar:
                 next_step = global_step + args.num_envs
-                # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
                 if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
-                    check_finite(jax.tree.leaves(state.params))
-                    checkpoint.save(replay, state)
+                    checkpoint.save(state, replay)
                     mean_return = np.mean(evaluate(f"online {global_step}"))
                     writer.add_scalar("charts/online/avg_episodic_return", mean_return, global_step)
                     save_model(state.params, run_dir / f"{args.exp_name}-online-{global_step}.cleanrl_model")
@@ -415,6 +424,7 @@ def main(args: Args) -> None:
                     for _ in range(times_due(global_step, next_step, args.train_frequency)):
                         state, losses = update(state, replay.ring, low, high)
                         progress.update += 1
+                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                         state = update_target(state, args.tau)
 
@@ -428,21 +438,21 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/SPS", int(sps), global_step)
                     writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if times_due(updates_before, progress.update, updates_per_log):
-                    check_finite(jax.tree.leaves(state.params))
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    check_finite(jax.tree.leaves(state.params))
                 for env, episodic_return, length in result.episodes:
-                    progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                    progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(replay, state)
+                checkpoint.save_if_due(state, replay)
 
         # ==================== save and evaluate ====================
         check_finite(jax.tree.leaves(state.params))
-        checkpoint.save(train_state=state)
+        checkpoint.save(state)
         model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
             save_model(state.params, model_path)
@@ -452,7 +462,6 @@ def main(args: Args) -> None:
             writer.add_scalar("eval/episodic_return", episodic_return, progress.step + i)
 
     # ==================== upload ====================
-    writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, final_returns)
     checkpoint.finish()

@@ -32,17 +32,17 @@ from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import play_episodes, print_summary
+from cleanrl_utils.evaluation import play_episodes, summarise
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
 from cleanrl_utils.models import find_model, read_model
-from cleanrl_utils.tracking import ProgressBar, start_logging
+from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
 # Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
 # one CUDA graph: both take less time than step by step.
 UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates or environment steps
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * 18  # of an environment step in a replay buffer, with 18 actions
+RECENT_EPISODES = 10  # training episodes whose mean return is G, which decides λ
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Args:
     capture_video: bool = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
     save_model: bool = True
-    """whether to save the final model into the `runs/{run_name}` folder (those of earlier evaluations always are)"""
+    """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: str = ""
@@ -86,7 +86,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
+    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -104,7 +104,7 @@ class Args:
     target_network_frequency: int = 1000
     """the updates (offline) or environment steps (online) between updates of the target network"""
     batch_size: int = 32
-    """the batch size of sample from the replay buffer"""
+    """the batch size of a sample from the replay buffer"""
     start_e: float = 1.0
     """the starting epsilon for exploration"""
     end_e: float = 0.01
@@ -120,7 +120,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
-    """the name of the teacher's file without .cleanrl_model or .zip; by default also a directory's only model"""
+    """the name of the teacher's file without .cleanrl_model or .zip; the default takes an only file of any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -152,12 +152,12 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
-    offline_finished: bool = False
+    offline_finished: bool = False  # with its last evaluation, which comes after its last update
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
     online_update: int = 0
-    recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
+    recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
 class ChannelPaddedConv2d(nn.Conv2d):
@@ -274,15 +274,22 @@ def save_model(network: nn.Module, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
+
+    :meth:`Replay.add` also uses it for a single step, without the axis L.
+    """
 
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8 (L, N)
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
     terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False for the final observation of an episode, which has no action
+    valid: torch.Tensor  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
     teacher_q_values: torch.Tensor  # float32 (L, N, num_actions), computed once: a step is sampled often
+
+
+# Of an environment step: frame, action, reward, terminated, age, valid, 18 Q-values at most.
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 18 * 4
 
 
 class Batch(NamedTuple):
@@ -323,7 +330,7 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
+            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
             teacher_q_values=teacher_q_values,
         )
         slot = self.steps_added % self.length
@@ -357,7 +364,7 @@ def sample(
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
-    # If all 8 are final observations, the step before the first of them is a transition.
+    # If all 8 are final observations, take the step before the first of them, which is a transition.
     t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -375,7 +382,7 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
         running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
         m = m + running
-        terminated = terminated | running & ring.terminated[slot, env]
+        terminated = terminated | (running & ring.terminated[slot, env])
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
@@ -434,13 +441,14 @@ def make_update(
     q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
     generator: torch.Generator, autocast: torch.autocast, args: Args,
 ) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph, which needs a fixed ring."""
+    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph, which reads this ring."""
     loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
     def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
         """Make as many gradient steps as there are learning rates, on transitions of steps [low, high).
 
-        Return the losses of the last one. In a CUDA graph all arguments are tensors.
+        Return the losses of the last one. A CUDA graph of it gets numbers as tensors, runs Python code only in its
+        first calls, so that anything that changes has to be an argument, and overwrites the losses in the next call.
         """
         num_transitions = len(learning_rates) * args.batch_size
         batches = sample(ring, low, high, num_transitions, generator, args.n_step, args.gamma)
@@ -471,15 +479,15 @@ def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -
 def anneal_distillation(
     recent_returns: Sequence[float], teacher_return: float, random_return: float, args: Args
 ) -> float:
-    """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
+    """Compute λ from the last `RECENT_EPISODES` training episodes (Agarwal et al., 2022, section 4.2).
 
     λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
-    ``args.distill_coefficient`` before there are 10.
+    ``args.distill_coefficient`` before there are so many.
     """
-    if len(recent_returns) < 10:
+    if len(recent_returns) < RECENT_EPISODES:
         return args.distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
-    full_gap = max(teacher_return - random_return, 1e-9)  # λ is all or nothing if the teacher is no better than random
+    full_gap = max(teacher_return - random_return, 1e-9)  # a teacher no better than random gives λ or 0
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
@@ -496,7 +504,7 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     online_rate = args.online_learning_rate or args.learning_rate
     if update < args.offline_steps:
         return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
-    # Online, the rate depends on λ instead of the time.
+    # Online, the rate depends on λ instead of the update. `check_args` refuses a final rate where λ is always 0.
     if args.final_learning_rate is None:
         return warmup * online_rate
     share = distill_coefficient / args.distill_coefficient  # 1 at the first λ, 0 at λ = 0
@@ -524,8 +532,8 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
-    check_args(args, device, STEP_BYTES, UPDATES_PER_CALL)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
+    check_args(args, device, STEP_BYTES, batches_per_call=UPDATES_PER_CALL)
+    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -550,24 +558,24 @@ def main(args: Args) -> None:
     capturable = device.type == "cuda"
     optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
 
-    # TensorBoard and W&B. The run directory is a new runs/{run_name} or that of --resume.
+    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
     run_dir, writer = start_logging(args, teacher_file=teacher_path)
-    video_dir = Path("videos", run_dir.name) if args.capture_video else None
+    video_dir = VIDEOS / run_dir.name if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(
         args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
         generator=generator, rng=rng, writer=writer, teacher=teacher_path,
     )  # fmt: skip
-    checkpoint.restore()  # in a new run, all of these stay as they are
+    checkpoint.restore()  # does nothing in a new run
 
     @torch.no_grad()
     def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
         with autocast:
             return network(observation)
 
-    def evaluate(name: str, network: nn.Module, episodes: int, epsilon: float, temperature: float = 0.0) -> None:
-        """Play whole episodes, and keep their returns as ``progress.returns[name]``."""
-        seed = args.seed + 1000  # other episodes than those of the training
+    def evaluate(name: str, network: nn.Module, episodes: int, epsilon: float, temperature: float = 0.0) -> list[float]:
+        """Play whole episodes and return their returns."""
+        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
         action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
@@ -575,23 +583,25 @@ def main(args: Args) -> None:
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
-            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed, video_dir)
+            return play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
-        """Evaluate the student during a phase, log its mean return and save it."""
-        check_finite(q_network.parameters())
-        checkpoint.save(replay)
-        evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
-        mean_return = np.mean(progress.returns[f"{phase} {step}"])
-        writer.add_scalar(f"charts/{phase}/avg_episodic_return", mean_return, global_step)
+        """Save a checkpoint, evaluate the student, log its mean return and save its weights."""
+        # A signal ends the evaluation at once, and the run that is resumed from this checkpoint repeats it.
+        checkpoint.save(replay=replay)
+        returns = evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
+        progress.returns[f"{phase} {step}"] = returns
+        writer.add_scalar(f"charts/{phase}/avg_episodic_return", np.mean(returns), global_step)
         save_model(q_network, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
 
-    with checkpoint:  # a signal stops the run after a checkpoint
+    with writer, checkpoint:  # a signal stops the run after a checkpoint
         # ==================== evaluate teacher and random policy ====================
         if "random" not in progress.returns:
             checkpoint.save()
-            evaluate("teacher", teacher, args.teacher_eval_episodes, args.end_e, teacher_temperature)
-            evaluate("random", teacher, args.teacher_eval_episodes, epsilon=1.0)  # all its actions are random
+            episodes = args.teacher_eval_episodes
+            progress.returns["teacher"] = evaluate("teacher", teacher, episodes, args.end_e, teacher_temperature)
+            # At epsilon 1, the network does not matter.
+            progress.returns["random"] = evaluate("random", teacher, episodes, epsilon=1.0)
             for name in ("teacher", "random"):
                 writer.add_scalar(f"charts/{name}/avg_episodic_return", np.mean(progress.returns[name]), 0)
         teacher_return = float(np.mean(progress.returns["teacher"]))
@@ -603,10 +613,11 @@ def main(args: Args) -> None:
             replay = Replay(args.teacher_steps, envs.num_actions, args, device)
             data_steps = args.teacher_steps // args.num_envs * args.num_envs  # whole steps of all environments
             if progress.teacher_step > 0:
-                checkpoint.restore_replay(replay)  # and truncates its episodes
+                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
 
             # ==================== teacher data ====================
             if progress.teacher_step < data_steps:
+                # A resumed run has other episodes than those that began here before.
                 observation = to_device(envs.reset((args.seed, progress.teacher_step)), device)
                 steps = range(progress.teacher_step, data_steps, args.num_envs)
                 start_time = time.perf_counter()
@@ -620,19 +631,20 @@ def main(args: Args) -> None:
                     observation = to_device(result.observation, device)
 
                     progress.teacher_step = step + args.num_envs
-                    checkpoint.save_if_due(replay)
+                    checkpoint.save_if_due(replay=replay)
                 sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
                 writer.add_scalar("charts/teacher/SPS", int(sps), 0)
-                checkpoint.save(replay)
+                checkpoint.save(replay=replay)
 
             # ==================== offline: learn from the teacher's data ====================
             update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
             # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
+            # A GPU is slow if it is 1.
             per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
             steps = range(progress.offline_update, args.offline_steps, per_call)
             start_time = time.perf_counter()
             for step in ProgressBar("offline", steps, "update"):
-                # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
                 next_step = min(step + per_call, args.offline_steps)
@@ -642,13 +654,14 @@ def main(args: Args) -> None:
                     update_target(target_network, q_network, args.tau)
 
                 progress.offline_update = next_step
-                if next_step % LOG_EVERY == 0:  # reading a value synchronises with the GPU
-                    check_finite(q_network.parameters())
-                    for name, term in zip(("loss", "q_loss", "distill_loss"), losses, strict=False):
-                        writer.add_scalar(f"charts/offline/{name}", term.item(), next_step)
+                if next_step % LOG_EVERY == 0:  # seldom, since reading a value synchronises with a GPU
+                    writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
+                    writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
+                    writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-                checkpoint.save_if_due(replay)
+                    check_finite(q_network.parameters())
+                checkpoint.save_if_due(replay=replay)
             evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
             update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
             progress.offline_finished = True
@@ -659,7 +672,7 @@ def main(args: Args) -> None:
         if progress.online_step < args.total_timesteps:
             replay = Replay(args.buffer_size, envs.num_actions, args, device)
             if progress.online_step > 0:
-                checkpoint.restore_replay(replay)  # and truncates its episodes
+                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
             update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
 
             # One function of both forward passes, so that a GPU runs them as one CUDA graph.
@@ -687,12 +700,13 @@ def main(args: Args) -> None:
                 distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
                 low, high = replay.window
                 updates_before = progress.online_update
-                if step >= args.learning_starts and high > low:
+                if step >= args.learning_starts and high > low:  # n_step + 1 steps are in the buffer
                     progress.online_update += times_due(step, next_step, args.train_frequency)
                     updates = range(args.offline_steps + updates_before, args.offline_steps + progress.online_update)
                     learning_rates = [learning_rate_at(i, distill_coefficient, args) for i in updates]
                     for i in range(0, len(updates), UPDATES_PER_CALL):
                         losses = update(low, high, distill_coefficient, *learning_rates[i : i + UPDATES_PER_CALL])
+                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(step, next_step, args.target_network_frequency)):
                         update_target(target_network, q_network, args.tau)
 
@@ -707,17 +721,17 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/epsilon", epsilon, global_step)
                     writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if times_due(updates_before, progress.online_update, updates_per_log):
-                    check_finite(q_network.parameters())
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    check_finite(q_network.parameters())
                 for env, episodic_return, length in result.episodes:
-                    progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                    progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(replay)
+                checkpoint.save_if_due(replay=replay)
 
         # ==================== save and evaluate ====================
         check_finite(q_network.parameters())
@@ -726,17 +740,16 @@ def main(args: Args) -> None:
         if args.save_model:
             save_model(q_network, model_path)
             print(f"model saved to {model_path}")
-        evaluate("final", q_network, args.eval_episodes, args.end_e)
+        progress.returns["final"] = evaluate("final", q_network, args.eval_episodes, args.end_e)
         for i, episodic_return in enumerate(progress.returns["final"]):
             writer.add_scalar("eval/episodic_return", episodic_return, args.offline_steps + progress.online_step + i)
 
     # ==================== upload and summarise ====================
-    writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
     checkpoint.finish()
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress.returns, distill_coefficient)
+    summarise(args, run_dir, progress.returns, distill_coefficient)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,12 @@ from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import play_episodes, print_summary
+from cleanrl_utils.evaluation import play_episodes, summarise
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
 from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import find_model, read_model
-from cleanrl_utils.tracking import ProgressBar, start_logging
+from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
@@ -43,7 +43,7 @@ Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {
 # Gradient steps of one call of `update`, at most. They are compiled into one program, which takes less time.
 UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates or environment steps
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 4 * 18  # of an environment step in a replay buffer, with 18 actions
+RECENT_EPISODES = 10  # training episodes whose mean return is G, which decides λ
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Args:
     capture_video: bool = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
     save_model: bool = True
-    """whether to save the final model into the `runs/{run_name}` folder (those of earlier evaluations always are)"""
+    """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
     upload_model: bool = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: str = ""
@@ -79,7 +79,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, fewer for a small buffer or run; the number of updates per step does not depend on it"""
+    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -97,7 +97,7 @@ class Args:
     target_network_frequency: int = 1000
     """the updates (offline) or environment steps (online) between updates of the target network"""
     batch_size: int = 32
-    """the batch size of sample from the replay buffer"""
+    """the batch size of a sample from the replay buffer"""
     start_e: float = 1.0
     """the starting epsilon for exploration"""
     end_e: float = 0.01
@@ -113,7 +113,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the name of the teacher's file without .cleanrl_model or .zip; by default also a directory's only model"""
+    """the name of the teacher's file without .cleanrl_model or .zip; the default takes an only file of any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -145,12 +145,12 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
-    offline_finished: bool = False
+    offline_finished: bool = False  # with its last evaluation, which comes after its last update
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
     online_update: int = 0
-    recent_returns: list[float] = field(default_factory=list)  # returns of the last 10 training episodes
+    recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
 Conv3x3 = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1)
@@ -278,15 +278,22 @@ def save_model(params: Params, path: Path) -> None:
 
 
 class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L. One step has no axis L."""
+    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
+
+    :meth:`Replay.add` also uses it for a single step, without the axis L.
+    """
 
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8 (L, N)
     reward: jax.Array  # float32 (L, N), clipped to [−1, 1]
     terminated: jax.Array  # bool (L, N), a life was lost or the episode ended
     age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool (L, N), False for the final observation of an episode, which has no action
+    valid: jax.Array  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
     teacher_q_values: jax.Array  # float32 (L, N, num_actions), computed once: a step is sampled often
+
+
+# Of an environment step: frame, action, reward, terminated, age, valid, 18 Q-values at most.
+STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 18 * 4
 
 
 class Batch(NamedTuple):
@@ -327,7 +334,7 @@ class Replay:
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
             terminated=result.terminated,
             age=self.age,
-            valid=~result.reset,  # an ended episode is reset in the next step, whose action is ignored
+            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
             teacher_q_values=teacher_q_values,
         )
         self.ring = write_step(self.ring, self.steps_added % self.length, step)
@@ -364,7 +371,7 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
-    # If all 8 are final observations, the step before the first of them is a transition.
+    # If all 8 are final observations, take the step before the first of them, which is a transition.
     t = jnp.where(ring.valid[t % length, env], t, jnp.maximum(t - 1, low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -382,7 +389,7 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
         running = running & ~terminated & ring.valid[slot, env]
         n_step_return = n_step_return + running * gamma**k * ring.reward[slot, env]
         m = m + running
-        terminated = terminated | running & ring.terminated[slot, env]
+        terminated = terminated | (running & ring.terminated[slot, env])
     slot = t % length
     return Batch(
         observation=stack_frames(ring, t, env),
@@ -459,15 +466,15 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
         Return the new state and the losses of the last step.
         """
         key, *sample_keys = jax.random.split(state.key, len(learning_rates) + 1)
-        # XLA is faster with all targets first, and slower with one large batch, as in the PyTorch script. The target
-        # network does not change in a call.
+        # All targets come first, which XLA computes faster. One large batch, as in the PyTorch script, is slower here.
+        # The target network does not change in a call.
         batches = [sample(ring, low, high, args.batch_size, k, args.n_step, args.gamma) for k in sample_keys]
         targets = [td_target(state.target_params, q_network, batch) for batch in batches]
         params = state.params
         optimizer_state = state.optimizer_state
         for learning_rate, y, batch in zip(learning_rates, targets, batches, strict=True):
             gradients, losses = gradient_of(params, q_network, y, batch, distill_coefficient, args.temperature)
-            optimizer_state.hyperparams["learning_rate"] = learning_rate
+            optimizer_state.hyperparams["learning_rate"] = learning_rate  # of a copy, which jit makes
             updates, optimizer_state = optimizer.update(gradients, optimizer_state)
             params = optax.apply_updates(params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
@@ -484,15 +491,15 @@ def update_target(state: TrainState, tau: float) -> TrainState:
 def anneal_distillation(
     recent_returns: Sequence[float], teacher_return: float, random_return: float, args: Args
 ) -> float:
-    """Compute λ from the last 10 training episodes (Agarwal et al., 2022, section 4.2).
+    """Compute λ from the last `RECENT_EPISODES` training episodes (Agarwal et al., 2022, section 4.2).
 
     λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
-    ``args.distill_coefficient`` before there are 10.
+    ``args.distill_coefficient`` before there are so many.
     """
-    if len(recent_returns) < 10:
+    if len(recent_returns) < RECENT_EPISODES:
         return args.distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
-    full_gap = max(teacher_return - random_return, 1e-9)  # λ is all or nothing if the teacher is no better than random
+    full_gap = max(teacher_return - random_return, 1e-9)  # a teacher no better than random gives λ or 0
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
@@ -509,7 +516,7 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     online_rate = args.online_learning_rate or args.learning_rate
     if update < args.offline_steps:
         return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
-    # Online, the rate depends on λ instead of the time.
+    # Online, the rate depends on λ instead of the update. `check_args` refuses a final rate where λ is always 0.
     if args.final_learning_rate is None:
         return warmup * online_rate
     share = distill_coefficient / args.distill_coefficient  # 1 at the first λ, 0 at λ = 0
@@ -537,8 +544,8 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     dtype = set_up_jax(args.bf16)  # of all layers but the last
-    check_args(args, jax.devices()[0], STEP_BYTES, UPDATES_PER_CALL)
-    args.num_envs = fitting_num_envs(args)  # fewer, where a buffer or the run is too small for so many
+    check_args(args, jax.devices()[0], STEP_BYTES, batches_per_call=UPDATES_PER_CALL)
+    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
@@ -552,16 +559,18 @@ def main(args: Args) -> None:
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
-    target_params = jax.tree.map(jnp.copy, params)  # `update` donates both, and an array only once
+    # A copy: `update` donates both trees, and an array can be donated only once.
+    target_params = jax.tree.map(jnp.copy, params)
     state = TrainState(params, target_params, optimizer.init(params), key)
     update = make_update(q_network, optimizer, args)
 
-    # TensorBoard and W&B. The run directory is a new runs/{run_name} or that of --resume.
+    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
     run_dir, writer = start_logging(args, teacher_file=teacher_path)
-    video_dir = Path("videos", run_dir.name) if args.capture_video else None
+    video_dir = VIDEOS / run_dir.name if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer, teacher=teacher_path)
-    state = checkpoint.restore(state)  # in a new run, all of these stay as they are
+    # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
+    state = checkpoint.restore(state)  # does nothing in a new run
 
     @functools.partial(jax.jit, static_argnums=0)
     def q_values_of(network: nn.Module, params: Params, observation: np.ndarray) -> jax.Array:
@@ -569,9 +578,9 @@ def main(args: Args) -> None:
 
     def evaluate(
         name: str, network: nn.Module, params: Params, episodes: int, epsilon: float, temperature: float = 0.0
-    ) -> None:
-        """Play whole episodes, and keep their returns as ``progress.returns[name]``."""
-        seed = args.seed + 1000  # other episodes than those of the training
+    ) -> list[float]:
+        """Play whole episodes and return their returns."""
+        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
         action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
@@ -579,24 +588,27 @@ def main(args: Args) -> None:
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
         with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
-            progress.returns[name] = play_episodes(name, act, episodes, make_envs, seed, video_dir)
+            return play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
-        """Evaluate the student during a phase, log its mean return and save it."""
-        check_finite(jax.tree.leaves(state.params))
-        checkpoint.save(replay, state)
-        evaluate(f"{phase} {step}", q_network, state.params, args.eval_episodes, args.end_e)
-        mean_return = np.mean(progress.returns[f"{phase} {step}"])
-        writer.add_scalar(f"charts/{phase}/avg_episodic_return", mean_return, global_step)
+        """Save a checkpoint, evaluate the student, log its mean return and save its weights."""
+        # A signal ends the evaluation at once, and the run that is resumed from this checkpoint repeats it.
+        checkpoint.save(state, replay)
+        returns = evaluate(f"{phase} {step}", q_network, state.params, args.eval_episodes, args.end_e)
+        progress.returns[f"{phase} {step}"] = returns
+        writer.add_scalar(f"charts/{phase}/avg_episodic_return", np.mean(returns), global_step)
         save_model(state.params, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
 
-    with checkpoint:  # a signal stops the run after a checkpoint
+    with writer, checkpoint:  # a signal stops the run after a checkpoint
         # ==================== evaluate teacher and random policy ====================
         if "random" not in progress.returns:
-            checkpoint.save(train_state=state)
-            evaluate("teacher", teacher, teacher_params, args.teacher_eval_episodes, args.end_e, teacher_temperature)
-            # At epsilon 1, all actions are random.
-            evaluate("random", teacher, teacher_params, args.teacher_eval_episodes, epsilon=1.0)
+            checkpoint.save(state)
+            episodes = args.teacher_eval_episodes
+            progress.returns["teacher"] = evaluate(
+                "teacher", teacher, teacher_params, episodes, args.end_e, teacher_temperature
+            )
+            # At epsilon 1, the network does not matter.
+            progress.returns["random"] = evaluate("random", teacher, teacher_params, episodes, epsilon=1.0)
             for name in ("teacher", "random"):
                 writer.add_scalar(f"charts/{name}/avg_episodic_return", np.mean(progress.returns[name]), 0)
         teacher_return = float(np.mean(progress.returns["teacher"]))
@@ -608,10 +620,11 @@ def main(args: Args) -> None:
             replay = Replay(args.teacher_steps, envs.num_actions, args)
             data_steps = args.teacher_steps // args.num_envs * args.num_envs  # whole steps of all environments
             if progress.teacher_step > 0:
-                checkpoint.restore_replay(replay)  # and truncates its episodes
+                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
 
             # ==================== teacher data ====================
             if progress.teacher_step < data_steps:
+                # A resumed run has other episodes than those that began here before.
                 observation = envs.reset((args.seed, progress.teacher_step))
                 steps = range(progress.teacher_step, data_steps, args.num_envs)
                 start_time = time.perf_counter()
@@ -625,18 +638,19 @@ def main(args: Args) -> None:
                     observation = result.observation
 
                     progress.teacher_step = step + args.num_envs
-                    checkpoint.save_if_due(replay, state)
+                    checkpoint.save_if_due(state, replay)
                 sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
                 writer.add_scalar("charts/teacher/SPS", int(sps), 0)
-                checkpoint.save(replay, state)
+                checkpoint.save(state, replay)
 
             # ==================== offline: learn from the teacher's data ====================
             # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
+            # A GPU is slow if it is 1.
             per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
             steps = range(progress.offline_update, args.offline_steps, per_call)
             start_time = time.perf_counter()
             for step in ProgressBar("offline", steps, "update"):
-                # First, so that a run which is resumed from the checkpoint before this evaluation repeats it.
+                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
                 next_step = min(step + per_call, args.offline_steps)
@@ -646,24 +660,25 @@ def main(args: Args) -> None:
                     state = update_target(state, args.tau)
 
                 progress.offline_update = next_step
-                if next_step % LOG_EVERY == 0:  # reading a value synchronises with the GPU
-                    check_finite(jax.tree.leaves(state.params))
-                    for name, term in zip(("loss", "q_loss", "distill_loss"), losses, strict=False):
-                        writer.add_scalar(f"charts/offline/{name}", term.item(), next_step)
+                if next_step % LOG_EVERY == 0:  # seldom, since reading a value synchronises with a GPU
+                    writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
+                    writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
+                    writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-                checkpoint.save_if_due(replay, state)
+                    check_finite(jax.tree.leaves(state.params))
+                checkpoint.save_if_due(state, replay)
             evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
             state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
             progress.offline_finished = True
             del replay  # before the online replay buffer is made: memory holds one of them
-            checkpoint.save(train_state=state)
+            checkpoint.save(state)
 
         # ==================== online: learn from the student's own data ====================
         if progress.online_step < args.total_timesteps:
             replay = Replay(args.buffer_size, envs.num_actions, args)
             if progress.online_step > 0:
-                checkpoint.restore_replay(replay)  # and truncates its episodes
+                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
             observation = envs.reset((args.seed, progress.online_step))
@@ -685,13 +700,14 @@ def main(args: Args) -> None:
                 distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
                 low, high = replay.window
                 updates_before = progress.online_update
-                if step >= args.learning_starts and high > low:
+                if step >= args.learning_starts and high > low:  # n_step + 1 steps are in the buffer
                     progress.online_update += times_due(step, next_step, args.train_frequency)
                     updates = range(args.offline_steps + updates_before, args.offline_steps + progress.online_update)
                     learning_rates = [learning_rate_at(i, distill_coefficient, args) for i in updates]
                     for i in range(0, len(updates), UPDATES_PER_CALL):
                         rates = learning_rates[i : i + UPDATES_PER_CALL]
                         state, losses = update(state, replay.ring, low, high, distill_coefficient, *rates)
+                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(step, next_step, args.target_network_frequency)):
                         state = update_target(state, args.tau)
 
@@ -706,36 +722,35 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/epsilon", epsilon, global_step)
                     writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if times_due(updates_before, progress.online_update, updates_per_log):
-                    check_finite(jax.tree.leaves(state.params))
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    check_finite(jax.tree.leaves(state.params))
                 for env, episodic_return, length in result.episodes:
-                    progress.recent_returns = [*progress.recent_returns, episodic_return][-10:]
+                    progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
                     writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
                     writer.add_scalar("charts/episodic_length", length, global_step + env)
                     bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(replay, state)
+                checkpoint.save_if_due(state, replay)
 
         # ==================== save and evaluate ====================
         check_finite(jax.tree.leaves(state.params))
-        checkpoint.save(train_state=state)
+        checkpoint.save(state)
         model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
             save_model(state.params, model_path)
             print(f"model saved to {model_path}")
-        evaluate("final", q_network, state.params, args.eval_episodes, args.end_e)
+        progress.returns["final"] = evaluate("final", q_network, state.params, args.eval_episodes, args.end_e)
         for i, episodic_return in enumerate(progress.returns["final"]):
             writer.add_scalar("eval/episodic_return", episodic_return, args.offline_steps + progress.online_step + i)
 
     # ==================== upload and summarise ====================
-    writer.close()
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
     checkpoint.finish()
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    print_summary(args, run_dir, progress.returns, distill_coefficient)
+    summarise(args, run_dir, progress.returns, distill_coefficient)
 
 
 if __name__ == "__main__":

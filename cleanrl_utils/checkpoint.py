@@ -47,8 +47,16 @@ CHECKPOINT_FILE = re.compile(r"(\d+\.state|\d+-\d+-[0-9a-f]{8}\.replay)(\.tmp)?"
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
 
-class Stopped(SystemExit):
+class Stopped(Exception):
     """Raised by the handler of a signal in :meth:`Checkpoint.stop_at_once`."""
+
+
+class FileHash:
+    """The SHA-256 hash of a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.digest = hashlib.sha256(path.read_bytes()).digest()
 
 
 class Segment(NamedTuple):  # steps [low, high) of a replay buffer in a file, whose name is unique
@@ -69,6 +77,7 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
         raise UserError(f"--resume {args.resume}: this script has other flags than the run; {USE_THE_SAME}")
     # Now every difference was given on the command line.
     args = tyro.cli(args_class, default=args_class(**flags), args=argv)
+    args.num_envs = min(args.num_envs, flags["num_envs"])  # it may have been reduced, see `fitting_num_envs`
     for name, was in flags.items():
         if getattr(args, name) != was and name not in MAY_CHANGE.split():
             found = f"{flag(name)} is {getattr(args, name)!r:.60} and {args.resume} was started with {was!r:.60}"
@@ -94,9 +103,10 @@ class Checkpoint:
         self.args = args
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoint"
-        self.state = state
+        # A hash of the file as it was read: it may be moved or replaced during the run.
+        self.state = {name: FileHash(part) if isinstance(part, Path) else part for name, part in state.items()}
         self._number = 0
-        self._kept: list[set[str]] = []  # files of the newest checkpoint and of the one before
+        self._kept: list[set[str]] = []  # files of the newest checkpoint and, at a restart all, of the one before
         self._segments: list[Segment] = []  # of the replay buffer that was saved last
         self._replay_loaded: dict[str, Any] | None = None
         self._last_save = time.monotonic()
@@ -136,10 +146,12 @@ class Checkpoint:
                     self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Handle signals as before."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Handle signals as before. Exit if one came after the last save: a resumed run repeats the rest."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
+        if kind is None:
+            self._exit_if_signalled()
 
     def restore_replay(self, replay: Any) -> None:
         """Fill ``replay`` with the replay buffer of the checkpoint, and truncate its episodes.
@@ -156,10 +168,10 @@ class Checkpoint:
                 write_ring(replay, segment.low % replay.length, arrays)
             replay.steps_added = self._replay_loaded["steps_added"]
             replay.truncate_episodes()
-        # This changed the newest step, so its segment is written again.
+        # `truncate_episodes` changed the newest step, so its segment is written again.
         self._segments = self._segments[:-1]
 
-    def save(self, replay: Any = None, train_state: Any = None) -> None:
+    def save(self, train_state: Any = None, replay: Any = None) -> None:
         """Write a checkpoint, unless `checkpoint_minutes` is 0.
 
         Of ``replay`` only the steps since the last checkpoint are written. A call without it forgets the segments of
@@ -171,19 +183,19 @@ class Checkpoint:
         if self.args.checkpoint_minutes:
             what = f"a checkpoint can't be written to {self.directory}"
             with user_errors(what, f"make room or allow it, then {self._how_to_resume()}", OSError):
-                self._write(replay, train_state)
+                self._write(train_state, replay)
         self._last_save = time.monotonic()
 
-    def save_if_due(self, replay: Any = None, train_state: Any = None) -> None:
+    def save_if_due(self, train_state: Any = None, replay: Any = None) -> None:
         """Save, if `checkpoint_minutes` are over or a signal came; after a signal, exit with 128 + its number."""
         minutes = self.args.checkpoint_minutes
         if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
-            self.save(replay, train_state)
+            self.save(train_state, replay)
             self._exit_if_signalled()
 
     @contextlib.contextmanager
     def stop_at_once(self) -> Iterator[None]:
-        """Exit with 128 + its number as soon as a signal comes: for work that follows a checkpoint."""
+        """Exit with 128 + its number as soon as a signal comes: for work that a resumed run repeats."""
         self._stop_at_once = True
         try:
             self._exit_if_signalled()  # it came before this block
@@ -218,7 +230,7 @@ class Checkpoint:
         words = ["python", script_argument(self.args), "--resume", str(self.run_dir)]
         return f"resume with: {shell_command(words)}"
 
-    def _write(self, replay: Any, train_state: Any) -> None:
+    def _write(self, train_state: Any, replay: Any) -> None:
         """Write segments and state of the next checkpoint, and delete the files that are not needed any more."""
         serialised = {name: dump(part) for name, part in self.state.items()}
         if train_state is not None:
@@ -325,8 +337,8 @@ def is_torch(value: Any) -> bool:
 
 def dump(part: Any) -> bytes:
     """Serialise the state of an object."""
-    if isinstance(part, Path):
-        return hashlib.sha256(part.read_bytes()).digest()
+    if isinstance(part, FileHash):
+        return part.digest
     if dataclasses.is_dataclass(part):
         return json.dumps(dataclasses.asdict(part)).encode()
     if isinstance(part, np.random.Generator):
@@ -346,9 +358,9 @@ def dump(part: Any) -> bytes:
 
 def load(part: Any, data: bytes) -> Any:
     """Restore the state that :func:`dump` serialised; return the object, for JAX a new tree of arrays."""
-    if isinstance(part, Path):
-        if dump(part) != data:
-            raise UserError(f"--resume: the run was started with another file than {part}; give that one")
+    if isinstance(part, FileHash):
+        if part.digest != data:
+            raise UserError(f"--resume: the run was started with another file than {part.path}; give that one")
     elif dataclasses.is_dataclass(part):
         saved = json.loads(data)
         if saved.keys() != vars(part).keys():

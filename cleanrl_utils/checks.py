@@ -22,18 +22,19 @@ LIMITS = (  # flags, and the smallest and largest value that they may have
     ("gamma tau start_e end_e exploration_fraction", 0, 1),
     ("seed", 0, 2**32 - 1),
 )
-BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}  # each is made if its phase has steps
+# Sizes of replay buffers, and the length of the phase that needs it.
+BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}
 PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}  # modules that only a flag needs
 
 
-def check_args(args: Any, device: Any, step_bytes: int, batches: int = 1) -> None:
+def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 1) -> None:
     """Raise a UserError if the flags of a script can't be used, or need more memory than there is.
 
     Args:
         args: the flags.
         device: the device of PyTorch or JAX that holds the replay buffer.
         step_bytes: the bytes of an environment step in a replay buffer.
-        batches: the number of batches that are sampled at once.
+        batches_per_call: the number of batches that are sampled at once.
     """
     for names, low, high in LIMITS:
         for name in names.split():
@@ -57,7 +58,7 @@ def check_args(args: Any, device: Any, step_bytes: int, batches: int = 1) -> Non
     problem = size_problem(args, 1)
     if problem:
         raise UserError(problem)
-    check_memory(args, device, step_bytes, batches)
+    check_memory(args, device, step_bytes, batches_per_call)
 
 
 def check_finite(weights: Iterable[Any]) -> None:

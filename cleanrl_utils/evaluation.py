@@ -101,7 +101,7 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
     return episodes[0][1] if episodes else np.nan
 
 
-def print_summary(args: Any, run_dir: Path, returns: dict[str, list[float]], distill_coefficient: float) -> None:
+def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]], distill_coefficient: float) -> None:
     """Draw ``curves.png``; print a table of all evaluations, λ at the end, and the commands that show the results.
 
     Returns are mean ± standard deviation over episodes, and normalised to random policy = 0 % and teacher = 100 %.

@@ -28,7 +28,10 @@ TEACHER = "charts/teacher/avg_episodic_return"
 RANDOM = "charts/random/avg_episodic_return"
 EVENT_FILES = "events.out.tfevents*"
 # Flags in which the runs of a variant may differ.
-PER_RUN = "seed resume command track capture_video save_model upload_model hf_entity wandb_entity wandb_project_name"
+PER_RUN = (
+    "seed resume command teacher_file track capture_video save_model upload_model hf_entity wandb_entity "
+    "wandb_project_name"
+)
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
 GRID = 201  # points of a curve
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
@@ -132,7 +135,7 @@ def read_run(directory: Path) -> Run | None:
     offline_updates = int(flags.get("offline_steps", 0))
     online_steps = max(int(max(curve[-1, 0] for curve in curves.values())) - offline_updates, 0)
     total_timesteps = int(flags.get("total_timesteps", 0))
-    if abs(total_timesteps - online_steps) < 200:
+    if len(curves[EVALUATION]) or abs(total_timesteps - online_steps) < 200:
         online_steps = total_timesteps
 
     measured_by = "evaluation"

@@ -14,7 +14,6 @@ from typing import Any
 from filelock import FileLock
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
@@ -81,7 +80,7 @@ class Writer:
     def __init__(self, run_dir: Path, track: bool = False, lock: FileLock | None = None):
         self.run_dir = run_dir
         self.track = track
-        self._lock = lock  # of the run directory, released when the writer is closed
+        self._lock = lock  # of the run directory, released with this object
         self._last_step = 0
         # Accessed as an attribute of its module, where W&B replaces it to follow the files.
         self._writer = event_file_writer.EventFileWriter(str(run_dir))
@@ -92,13 +91,11 @@ class Writer:
         self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
 
     def add_flags(self, flags: dict[str, Any]) -> None:
-        """Log flags as a Markdown table (tab TEXT, as CleanRL does), and in the tab HPARAMS."""
+        """Log flags as a Markdown table in the tab TEXT, as CleanRL does."""
         # A path may have bytes that are not UTF-8, which an event file can't hold.
         texts = {key: str(value).encode(errors="backslashreplace").decode() for key, value in flags.items()}
         rows = "\n".join(f"|{key}|{text}|" for key, text in texts.items())
         self._add(text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"), 0)
-        values = {key: value if isinstance(value, bool | int | float) else texts[key] for key, value in flags.items()}
-        self._add(hparams_pb(values, trial_id=self.run_dir.name), 0)
 
     def _add(self, summary: Summary, step: int) -> None:
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
@@ -122,16 +119,17 @@ class Writer:
         self.purge(self._last_step + 1)
 
     def purge(self, step: int) -> None:
-        """Let a TensorBoard forget points from ``step`` on; the first call in a run only enables the later ones."""
+        """Let TensorBoard forget points from ``step`` on. It heeds this if a new run did the same at its start."""
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
 
-    def close(self) -> None:
-        """Write all points and close the file; with `--track` also the W&B run, which gets the videos."""
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write all points and close the file; without an exception also the W&B run, which gets the videos."""
         self._writer.close()
-        if self._lock is not None:
-            self._lock.release()
-        if self.track:
+        if self.track and kind is None:
             import wandb
 
             for video in sorted((VIDEOS / self.run_dir.name).glob("*.mp4")):

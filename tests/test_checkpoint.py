@@ -120,7 +120,7 @@ def save(checkpoint: Checkpoint, number: int, replay: Any = None) -> None:
     """Save a checkpoint whose state follows from ``number``."""
     checkpoint.state["progress"].number = number
     checkpoint.state["rng"].bit_generator.state = np.random.default_rng(number).bit_generator.state
-    checkpoint.save(replay, {"layer": np.full(3, number, np.float32)})
+    checkpoint.save({"layer": np.full(3, number, np.float32)}, replay)
 
 
 def resumed(run_dir: Path, length: int = 10) -> tuple[Checkpoint, CountingReplay, dict[str, Any]]:
@@ -438,24 +438,25 @@ def test_a_watching_tensorboard_forgets_points_that_are_logged_again(
     """
     monkeypatch.chdir(tmp_path)
     args = qdagger.Args()
-    writer, server = start_logging(args), EventMultiplexer()
+    (run_dir, writer), server = start_logging(args), EventMultiplexer()
 
     def points() -> list[tuple[int, float]]:
         server.AddRunsFromDirectory("runs").Reload()
-        events = server.Tensors(writer.run_dir.name, "x")
+        events = server.Tensors(run_dir.name, "x")
         return [(event.step, make_ndarray(event.tensor_proto).item()) for event in events]
 
-    for step in range(1, 11):
-        writer.add_scalar("x", step, step)
-        if step == 5:
-            state = writer.state_dict()
-    writer.close()
+    with writer:
+        for step in range(1, 11):
+            writer.add_scalar("x", step, step)
+            if step == 5:
+                state = writer.state_dict()
     assert len(points()) == 10
-    resumed = start_logging(dataclasses.replace(args, resume=str(writer.run_dir)))
-    resumed.load_state_dict(state)
-    for step in range(6, 9):
-        resumed.add_scalar("x", -step, step)
-    resumed.close()
+    release_locks()
+    _, resumed = start_logging(dataclasses.replace(args, resume=str(run_dir)))
+    with resumed:
+        resumed.load_state_dict(state)
+        for step in range(6, 9):
+            resumed.add_scalar("x", -step, step)
     assert points() == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, -6), (7, -7), (8, -8)]
 
 
@@ -545,16 +546,14 @@ def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) 
     """Run a script and send it a signal when its progress has these counters; return the run directory."""
     save_if_due, sent = Checkpoint.save_if_due, []
 
-    def interrupt(checkpoint: Checkpoint, *args: Any) -> None:
+    def interrupt(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         if not sent and counters.items() <= vars(checkpoint.state["progress"]).items():
             sent.append(True)
             if number == signal.SIGKILL:
-                writer = checkpoint.state["writer"]
-                writer.add_scalar("charts/SPS", 1.0, 12345)  # a point after the checkpoint
-                writer.close()
+                checkpoint.state["writer"].add_scalar("charts/SPS", 1.0, 12345)  # a point after the checkpoint
                 raise Killed
             signal.raise_signal(number)
-        save_if_due(checkpoint, *args)
+        save_if_due(checkpoint, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoint, "save_if_due", interrupt)

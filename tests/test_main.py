@@ -85,7 +85,7 @@ class Recorder:
             patch.chdir(folder)
             patch.setattr("time.perf_counter", lambda: self.clock)
             patch.setattr("cleanrl_utils.device.available_cores", lambda: 1)
-            patch.setattr(self.script, "print_summary", lambda *args: None, raising=False)  # it draws a figure
+            patch.setattr(self.script, "summarise", lambda *args: None, raising=False)  # it draws a figure
             patch.setattr(self.script, "LOG_EVERY", LOG_EVERY)
             patch.setattr(self.script, "QNetwork", SMALL_NETWORKS[self.script])
             for name in self.functions:

@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -28,13 +27,12 @@ Points = dict[str, list[tuple[int, float]]]
 
 def write_events(directory: Path, points: Points, flags: dict | None = None) -> Path:
     """Write scalars and flags to a new event file; return the directory."""
-    writer = Writer(directory)
-    if flags is not None:
-        writer.add_flags(SimpleNamespace(**flags))
-    for tag, values in points.items():
-        for step, value in values:
-            writer.add_scalar(tag, value, step)
-    writer.close()
+    with Writer(directory) as writer:
+        if flags is not None:
+            writer.add_flags(flags)
+        for tag, values in points.items():
+            for step, value in values:
+                writer.add_scalar(tag, value, step)
     return directory
 
 
