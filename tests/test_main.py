@@ -34,7 +34,7 @@ from helpers import (
 
 from cleanrl_utils import atari
 from cleanrl_utils.atari import AtariEnvs, Step
-from cleanrl_utils.models import read_model
+from cleanrl_utils.models import read_arrays
 
 LOG_EVERY = 20
 STEPS_PER_SECOND, UPDATES_PER_SECOND = 1024, 256  # by the recorder's clock; powers of two give exact quotients
@@ -247,9 +247,10 @@ class Recorder:
 def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write a Q-network, and a policy of the same weights: its outputs are logits."""
     q_network = write_teacher(tmp_path_factory.mktemp("q_network"))
-    weights = read_model(q_network / f"{DQN}.cleanrl_model", "torch").items()
+    layers = flax_params(read_arrays(q_network / f"{DQN}.cleanrl_model"))["params"]
+    layers["actor"] = layers.pop("Dense_1")
     policy = tmp_path_factory.mktemp("policy") / "policy"
-    policy.write_bytes(to_bytes(flax_params({key.replace("network.9", "actor"): array for key, array in weights})))
+    policy.write_bytes(to_bytes({"params": layers}))
     return {"few environments": q_network, "many environments": policy}
 
 

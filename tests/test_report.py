@@ -19,7 +19,7 @@ from benchmark import publish
 from cleanrl_utils import report
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.report import EVALUATION, LAMBDA, OFFLINE, ONLINE, RANDOM, TEACHER, TRAINING, draw_run, read_runs
-from cleanrl_utils.tracking import Writer
+from cleanrl_utils.tracking import Writer, versions
 
 PONG = "PongNoFrameskip-v4"
 Points = dict[str, list[tuple[int, float]]]
@@ -80,7 +80,7 @@ def test_runs_of_other_scripts_are_read(tmp_path: Path) -> None:
 
 
 def test_all_files_of_a_resumed_run_are_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0), (1600, 6.0)]})
+    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0), (1600, 6.0)]}, total_timesteps=1500)
     (first,) = run.iterdir()
     first.rename(run / "events.out.tfevents.1700000000.host")
     write_events(run, {TRAINING: [(2500, 2.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
@@ -137,7 +137,7 @@ def test_seeds_without_a_return_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_results_name_the_versions_of_packages(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", 1, {EVALUATION: [(0, 1.0)]})
+    write_run(tmp_path / "runs", 1, {EVALUATION: [(0, 1.0)]}, versions=versions())
     report.write_data(read_runs([tmp_path / "runs"]), tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
