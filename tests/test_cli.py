@@ -303,9 +303,10 @@ def test_pretraining_alone(
 
     The teacher is a policy, and samples wherever it acts.
     """
-    weights = read_arrays(teacher / f"{DQN}.cleanrl_model").items()
+    params = flax_params(read_arrays(teacher / f"{DQN}.cleanrl_model"))
+    params["params"]["actor"] = params["params"].pop("Dense_1")
     path = tmp_path / "policy"
-    path.write_bytes(to_bytes(flax_params({key.replace("network.9", "actor"): array for key, array in weights})))
+    path.write_bytes(to_bytes(params))
     evaluations, temperatures, choose = [], [], script.epsilon_greedy
     monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
 
