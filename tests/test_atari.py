@@ -415,7 +415,7 @@ def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytes
     """A policy that stands still is filmed for 200 frames: the first observation and 50 steps."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
     film_episode(stand_still, tmp_path / "a.mp4", BREAKOUT, seed=1)
-    assert len([image for image in imageio.get_reader(tmp_path / "a.mp4")]) == 51
+    assert sum(1 for _ in imageio.get_reader(tmp_path / "a.mp4")) == 51
 
 
 @pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None, "none in the wheel"])
