@@ -73,7 +73,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
+    """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -204,7 +204,7 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,
+            terminated=result.terminated,  # a truncated episode bootstraps from the observation of its reset step
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
@@ -357,7 +357,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     dtype = set_up_jax(args.bf16)  # of all layers but the last
     check_args(args, jax.devices()[0], STEP_BYTES)
-    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
+    args.num_envs = fitting_num_envs(args)  # logs and checkpoints have the reduced number
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
@@ -389,7 +389,7 @@ def main(args: Args) -> None:
             q_values = np.asarray(q_values_of(state.params, observation))
             return epsilon_greedy(q_values, args.end_e, action_rng)
 
-        with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
+        with checkpoint.stop_at_once():  # a signal ends the evaluation
             return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
     with writer, checkpoint:  # a signal stops the run after a checkpoint
@@ -406,8 +406,9 @@ def main(args: Args) -> None:
             start_time = time.perf_counter()
             for global_step in bar:
                 next_step = global_step + args.num_envs
-                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
-                if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
+                # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
+                if times_due(max(global_step - args.num_envs, 0), global_step, args.eval_frequency):
+                    check_finite(jax.tree.leaves(state.params))
                     checkpoint.save(state, replay)
                     mean_return = np.mean(evaluate(f"online {global_step}"))
                     writer.add_scalar("charts/online/avg_episodic_return", mean_return, global_step)
@@ -452,7 +453,7 @@ def main(args: Args) -> None:
 
         # ==================== save and evaluate ====================
         check_finite(jax.tree.leaves(state.params))
-        checkpoint.save(state)
+        checkpoint.save(state)  # without the replay buffer: a resumed run only repeats the evaluation
         model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
             save_model(state.params, model_path)

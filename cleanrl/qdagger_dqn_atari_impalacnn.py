@@ -41,8 +41,8 @@ from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 # Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
 # one CUDA graph: both take less time than step by step.
 UPDATES_PER_CALL = 4
-LOG_EVERY = 100  # updates or environment steps
-RECENT_EPISODES = 10  # training episodes whose mean return is G, which decides λ
+LOG_EVERY = 100  # updates in the offline phase, environment steps in the online phase
+RECENT_EPISODES = 10  # training episodes whose mean return anneals λ
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
+    """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -120,7 +120,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
-    """the name of the teacher's file without .cleanrl_model or .zip; the default takes an only file of any name"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default, an only file may have any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -152,7 +152,7 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
-    offline_finished: bool = False  # with its last evaluation, which comes after its last update
+    offline_finished: bool = False  # True after the evaluation at the end of the offline phase
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
@@ -328,7 +328,7 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,
+            terminated=result.terminated,  # a truncated episode bootstraps from the observation of its reset step
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
             teacher_q_values=teacher_q_values,
@@ -447,8 +447,8 @@ def make_update(
     def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
         """Make as many gradient steps as there are learning rates, on transitions of steps [low, high).
 
-        Return the losses of the last one. A CUDA graph of it gets numbers as tensors, runs Python code only in its
-        first calls, so that anything that changes has to be an argument, and overwrites the losses in the next call.
+        Return the losses of the last one. A CUDA graph gets numbers as tensors. Its Python code runs only in the first
+        calls, so every value that changes is an argument. The next call overwrites the returned losses.
         """
         num_transitions = len(learning_rates) * args.batch_size
         batches = sample(ring, low, high, num_transitions, generator, args.n_step, args.gamma)
@@ -487,7 +487,7 @@ def anneal_distillation(
     if len(recent_returns) < RECENT_EPISODES:
         return args.distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
-    full_gap = max(teacher_return - random_return, 1e-9)  # a teacher no better than random gives λ or 0
+    full_gap = max(teacher_return - random_return, 1e-9)  # a teacher may be no better than the random policy
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
@@ -533,7 +533,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
     check_args(args, device, STEP_BYTES, batches_per_call=UPDATES_PER_CALL)
-    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
+    args.num_envs = fitting_num_envs(args)  # logs and checkpoints have the reduced number
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
@@ -548,7 +548,7 @@ def main(args: Args) -> None:
     teacher, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature)
     teacher.to(device, memory_format=memory_format)
     if bf16 and isinstance(teacher, TeacherNetwork):
-        # The teacher's weights never change: cast once, not in each forward pass. autocast casts those of a QNetwork.
+        # The teacher's weights never change: cast once, not in each forward pass. A QNetwork may have other layers.
         teacher.network[:-1].to(torch.bfloat16)
 
     torch.manual_seed(args.seed)  # here, since load_model draws random weights too
@@ -582,11 +582,12 @@ def main(args: Args) -> None:
             q_values = q_values_of(network, to_device(observation, device)).cpu().numpy()
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
+        with checkpoint.stop_at_once():  # a signal ends the evaluation
             return play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
         """Save a checkpoint, evaluate the student, log its mean return and save its weights."""
+        check_finite(q_network.parameters())
         # A signal ends the evaluation at once, and the run that is resumed from this checkpoint repeats it.
         checkpoint.save(replay=replay)
         returns = evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
@@ -607,7 +608,10 @@ def main(args: Args) -> None:
         teacher_return = float(np.mean(progress.returns["teacher"]))
         random_return = float(np.mean(progress.returns["random"]))
         if teacher_return <= random_return:
-            print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than random actions ({random_return:.1f})")
+            returns = (
+                f"the teacher's return ({teacher_return:.1f}) is not above the random policy's ({random_return:.1f})"
+            )
+            print(f"WARNING: {returns}; λ is {args.distill_coefficient:g} until the student reaches it, then 0")
 
         if args.offline_steps > 0 and not progress.offline_finished:
             replay = Replay(args.teacher_steps, envs.num_actions, args, device)
@@ -617,7 +621,7 @@ def main(args: Args) -> None:
 
             # ==================== teacher data ====================
             if progress.teacher_step < data_steps:
-                # A resumed run has other episodes than those that began here before.
+                # The step is in the seed, so that a resumed run does not repeat the first episodes.
                 observation = to_device(envs.reset((args.seed, progress.teacher_step)), device)
                 steps = range(progress.teacher_step, data_steps, args.num_envs)
                 start_time = time.perf_counter()
@@ -644,7 +648,7 @@ def main(args: Args) -> None:
             steps = range(progress.offline_update, args.offline_steps, per_call)
             start_time = time.perf_counter()
             for step in ProgressBar("offline", steps, "update"):
-                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
+                # The evaluation comes before the update, so that a run resumed from its checkpoint begins with it.
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
                 next_step = min(step + per_call, args.offline_steps)
@@ -676,10 +680,10 @@ def main(args: Args) -> None:
             update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
 
             # One function of both forward passes, so that a GPU runs them as one CUDA graph.
-            def both_q_values(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            def compute_both(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 return q_values_of(q_network, observation), q_values_of(teacher, observation)
 
-            both_q_values = cuda_graph(both_q_values, generator, args.cuda_graph and device.type == "cuda")
+            both_q_values = cuda_graph(compute_both, generator, args.cuda_graph and device.type == "cuda")
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
             observation = to_device(envs.reset((args.seed, progress.online_step)), device)
@@ -689,7 +693,8 @@ def main(args: Args) -> None:
             for step in bar:
                 global_step = args.offline_steps + step  # offline updates count as steps
                 next_step = step + args.num_envs
-                if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
+                # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
+                if times_due(max(step - args.num_envs, 0), step, args.online_eval_frequency):
                     evaluate_student("online", step, global_step, replay)
                 q_values, teacher_q_values = both_q_values(observation)
                 epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
@@ -735,7 +740,7 @@ def main(args: Args) -> None:
 
         # ==================== save and evaluate ====================
         check_finite(q_network.parameters())
-        checkpoint.save()
+        checkpoint.save()  # without the replay buffer: a resumed run only repeats the evaluation
         model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
             save_model(q_network, model_path)
@@ -747,9 +752,9 @@ def main(args: Args) -> None:
     # ==================== upload and summarise ====================
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
-    checkpoint.finish()
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
     summarise(args, run_dir, progress.returns, distill_coefficient)
+    checkpoint.finish()
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {
 
 # Gradient steps of one call of `update`, at most. They are compiled into one program, which takes less time.
 UPDATES_PER_CALL = 4
-LOG_EVERY = 100  # updates or environment steps
-RECENT_EPISODES = 10  # training episodes whose mean return is G, which decides λ
+LOG_EVERY = 100  # updates in the offline phase, environment steps in the online phase
+RECENT_EPISODES = 10  # training episodes whose mean return anneals λ
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Args:
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
     num_envs: int = 16
-    """parallel environments, halved while a buffer or the run is too small for them; updates per step stay the same"""
+    """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
     # DQN
     total_timesteps: int = 10000000
@@ -113,7 +113,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the name of the teacher's file without .cleanrl_model or .zip; the default takes an only file of any name"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default, an only file may have any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -145,7 +145,7 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
-    offline_finished: bool = False  # with its last evaluation, which comes after its last update
+    offline_finished: bool = False  # True after the evaluation at the end of the offline phase
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
@@ -332,7 +332,7 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,
+            terminated=result.terminated,  # a truncated episode bootstraps from the observation of its reset step
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
             teacher_q_values=teacher_q_values,
@@ -474,7 +474,7 @@ def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, a
         optimizer_state = state.optimizer_state
         for learning_rate, y, batch in zip(learning_rates, targets, batches, strict=True):
             gradients, losses = gradient_of(params, q_network, y, batch, distill_coefficient, args.temperature)
-            optimizer_state.hyperparams["learning_rate"] = learning_rate  # of a copy, which jit makes
+            optimizer_state.hyperparams["learning_rate"] = learning_rate  # the caller's state does not change
             updates, optimizer_state = optimizer.update(gradients, optimizer_state)
             params = optax.apply_updates(params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
@@ -499,7 +499,7 @@ def anneal_distillation(
     if len(recent_returns) < RECENT_EPISODES:
         return args.distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
-    full_gap = max(teacher_return - random_return, 1e-9)  # a teacher no better than random gives λ or 0
+    full_gap = max(teacher_return - random_return, 1e-9)  # a teacher may be no better than the random policy
     return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
@@ -545,7 +545,7 @@ def main(args: Args) -> None:
     # ==================== setup ====================
     dtype = set_up_jax(args.bf16)  # of all layers but the last
     check_args(args, jax.devices()[0], STEP_BYTES, batches_per_call=UPDATES_PER_CALL)
-    args.num_envs = fitting_num_envs(args)  # also in the logs and checkpoints
+    args.num_envs = fitting_num_envs(args)  # logs and checkpoints have the reduced number
     key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
     rng = np.random.default_rng(args.seed)
 
@@ -587,11 +587,12 @@ def main(args: Args) -> None:
             q_values = np.asarray(q_values_of(network, params, observation))
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        with checkpoint.stop_at_once():  # by a signal; a resumed run repeats the evaluation
+        with checkpoint.stop_at_once():  # a signal ends the evaluation
             return play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
-        """Save a checkpoint, evaluate the student, log its mean return and save its weights."""
+        """Save a checkpoint, evaluate the student in ``state``, log its mean return and save its weights."""
+        check_finite(jax.tree.leaves(state.params))
         # A signal ends the evaluation at once, and the run that is resumed from this checkpoint repeats it.
         checkpoint.save(state, replay)
         returns = evaluate(f"{phase} {step}", q_network, state.params, args.eval_episodes, args.end_e)
@@ -614,7 +615,10 @@ def main(args: Args) -> None:
         teacher_return = float(np.mean(progress.returns["teacher"]))
         random_return = float(np.mean(progress.returns["random"]))
         if teacher_return <= random_return:
-            print(f"WARNING: the teacher ({teacher_return:.1f}) is no better than random actions ({random_return:.1f})")
+            returns = (
+                f"the teacher's return ({teacher_return:.1f}) is not above the random policy's ({random_return:.1f})"
+            )
+            print(f"WARNING: {returns}; λ is {args.distill_coefficient:g} until the student reaches it, then 0")
 
         if args.offline_steps > 0 and not progress.offline_finished:
             replay = Replay(args.teacher_steps, envs.num_actions, args)
@@ -624,7 +628,7 @@ def main(args: Args) -> None:
 
             # ==================== teacher data ====================
             if progress.teacher_step < data_steps:
-                # A resumed run has other episodes than those that began here before.
+                # The step is in the seed, so that a resumed run does not repeat the first episodes.
                 observation = envs.reset((args.seed, progress.teacher_step))
                 steps = range(progress.teacher_step, data_steps, args.num_envs)
                 start_time = time.perf_counter()
@@ -650,7 +654,7 @@ def main(args: Args) -> None:
             steps = range(progress.offline_update, args.offline_steps, per_call)
             start_time = time.perf_counter()
             for step in ProgressBar("offline", steps, "update"):
-                # Before the step, so that a run which is resumed from the checkpoint in it repeats the evaluation.
+                # The evaluation comes before the update, so that a run resumed from its checkpoint begins with it.
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
                 next_step = min(step + per_call, args.offline_steps)
@@ -688,7 +692,8 @@ def main(args: Args) -> None:
             for step in bar:
                 global_step = args.offline_steps + step  # offline updates count as steps
                 next_step = step + args.num_envs
-                if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
+                # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
+                if times_due(max(step - args.num_envs, 0), step, args.online_eval_frequency):
                     evaluate_student("online", step, global_step, replay)
                 q_values = q_values_of(q_network, state.params, observation)
                 teacher_q_values = q_values_of(teacher, teacher_params, observation)
@@ -736,7 +741,7 @@ def main(args: Args) -> None:
 
         # ==================== save and evaluate ====================
         check_finite(jax.tree.leaves(state.params))
-        checkpoint.save(state)
+        checkpoint.save(state)  # without the replay buffer: a resumed run only repeats the evaluation
         model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
             save_model(state.params, model_path)
@@ -748,9 +753,9 @@ def main(args: Args) -> None:
     # ==================== upload and summarise ====================
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
-    checkpoint.finish()
     distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
     summarise(args, run_dir, progress.returns, distill_coefficient)
+    checkpoint.finish()
 
 
 if __name__ == "__main__":

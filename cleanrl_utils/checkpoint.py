@@ -47,7 +47,7 @@ CHECKPOINT_FILE = re.compile(r"(\d+\.state|\d+-\d+-[0-9a-f]{8}\.replay)(\.tmp)?"
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """Raised by the handler of a signal in :meth:`Checkpoint.stop_at_once`."""
 
 
@@ -150,7 +150,7 @@ class Checkpoint:
         """Handle signals as before. Exit if one came after the last save: a resumed run repeats the rest."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
-        if kind is None:
+        if kind in (None, Stopped):
             self._exit_if_signalled()
 
     def restore_replay(self, replay: Any) -> None:
@@ -196,8 +196,8 @@ class Checkpoint:
     @contextlib.contextmanager
     def stop_at_once(self) -> Iterator[None]:
         """Exit with 128 + its number as soon as a signal comes: for work that a resumed run repeats."""
-        self._stop_at_once = True
         try:
+            self._stop_at_once = True
             self._exit_if_signalled()  # it came before this block
             yield
         except Stopped:

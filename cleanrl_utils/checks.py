@@ -55,6 +55,8 @@ def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 
     for name, modules in PACKAGES.items():
         if getattr(args, name):
             require_packages(flag(name), *modules)
+    if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
+        raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one of them")
     problem = size_problem(args, 1)
     if problem:
         raise UserError(problem)
