@@ -76,10 +76,10 @@ from cleanrl_utils import atari, checkpoint
 atari.MAX_FRAMES = 240
 save_if_due, stop_at = checkpoint.Checkpoint.save_if_due, int(sys.argv[1])
 
-def interrupt(self, *args):
+def interrupt(self, *args, **kwargs):
     if self.state["progress"].offline_update == stop_at:
         os.kill(os.getpid(), signal.SIGTERM)
-    save_if_due(self, *args)
+    save_if_due(self, *args, **kwargs)
 
 checkpoint.Checkpoint.save_if_due = interrupt
 sys.argv = sys.argv[2:]
