@@ -127,8 +127,13 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write all points and close the file; without an exception also the W&B run, which gets the videos."""
+        """Write all points and close the file; without an exception also the W&B run, which gets the videos.
+
+        After an exception, release the run directory: a notebook may resume the run in this process.
+        """
         self._writer.close()
+        if kind is not None and self._lock is not None:
+            self._lock.release()
         if self.track and kind is None:
             import wandb
 

@@ -56,7 +56,6 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.util.tensor_util import make_ndarray
 
 from cleanrl_utils import checkpoint as checkpoint_module
-from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import Checkpoint, dump, load, load_checkpoint, parse_args
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.files import lock_run
@@ -451,7 +450,7 @@ def test_a_watching_tensorboard_forgets_points_that_are_logged_again(
             if step == 5:
                 state = writer.state_dict()
     assert len(points()) == 10
-    release_locks()
+    del writer  # and with it the lock
     _, resumed = start_logging(dataclasses.replace(args, resume=str(run_dir)))
     with resumed:
         resumed.load_state_dict(state)
@@ -527,21 +526,6 @@ def args_of(script: Any, teacher: Path, **changes: Any) -> Any:
     return other
 
 
-LOCKS: list[Any] = []  # of the runs in this process
-
-
-@pytest.fixture(autouse=True)
-def locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the locks of runs, which end with a process, for `release_locks`."""
-    monkeypatch.setattr(tracking, "lock_run", lambda run_dir: LOCKS.append(lock_run(run_dir)) or LOCKS[-1])
-
-
-def release_locks() -> None:
-    """Release the locks of runs that ended with an exception, as the end of their process does."""
-    while LOCKS:
-        LOCKS.pop().release()
-
-
 def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) -> Path:
     """Run a script and send it a signal when its progress has these counters; return the run directory."""
     save_if_due, sent = Checkpoint.save_if_due, []
@@ -560,7 +544,6 @@ def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) 
         with pytest.raises((SystemExit, Killed)) as stopped:
             script.main(args)
     assert isinstance(stopped.value, Killed) or stopped.value.code == 128 + number
-    release_locks()
     return only(Path("runs").iterdir())
 
 
@@ -692,7 +675,6 @@ def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
         patch.setattr(script, "play_episodes", interrupted)
         with pytest.raises(SystemExit, match=str(128 + number)):
             script.main(args)
-    release_locks()
     return only(Path("runs").iterdir())
 
 
@@ -818,7 +800,6 @@ def test_diverged(script: Any, counters: dict, teacher: Path, evaluations: list[
             resume(script, run_dir)
     assert not evaluations
     assert all(np.isfinite(value) for points in read_scalars(run_dir).values() for _, value in points)
-    release_locks()
     resume(script, run_dir)
     assert_same_steps(run_dir, expected)
 

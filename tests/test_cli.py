@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
+import torch
 from flax.serialization import to_bytes
 from helpers import (
     DQN,
@@ -446,9 +447,9 @@ def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
     candidates = [args.num_envs >> i for i in range(6) if args.num_envs >> i]
     if size_problem(args, 1):
         with pytest.raises(UserError, match=r"one environment|before the first update"):
-            check_args(args)
+            check_args(args, torch.device("cpu"), step_bytes=7000)
         return
-    check_args(args)
+    check_args(args, torch.device("cpu"), step_bytes=7000)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         num_envs = fitting_num_envs(args)
     assert num_envs == next(n for n in candidates if not size_problem(args, n))

@@ -67,6 +67,23 @@ def to_torch(params: Params) -> dict[str, np.ndarray]:
     return flax_to_torch(flatten_dict(jax.tree.map(np.asarray, params), sep="/"))
 
 
+def small_to_jax(network: SmallNetwork) -> Params:
+    """Convert the weights of a small network."""
+    conv, _, _, dense = network.network
+    kernel = dense.weight.detach().numpy().reshape(-1, 4, 10, 10).transpose(2, 3, 1, 0).reshape(400, -1)
+    layers = {"Conv_0": {"kernel": conv.weight.detach().numpy().transpose(2, 3, 1, 0), "bias": conv.bias}}
+    layers["Dense_0"] = {"kernel": kernel, "bias": dense.bias}
+    return {"params": jax.tree.map(lambda array: jnp.array(np.array(torch.as_tensor(array).detach())), layers)}
+
+
+def small_to_torch(params: Params) -> dict[str, np.ndarray]:
+    """Convert the parameters of a small network: the inverse of :func:`small_to_jax`."""
+    conv, dense = (jax.tree.map(np.asarray, params["params"][layer]) for layer in ("Conv_0", "Dense_0"))
+    weight = dense["kernel"].reshape(10, 10, 4, -1).transpose(3, 2, 0, 1).reshape(-1, 400)
+    weights = {"network.0.weight": conv["kernel"].transpose(3, 2, 0, 1), "network.0.bias": conv["bias"]}
+    return weights | {"network.3.weight": weight, "network.3.bias": dense["bias"]}
+
+
 def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:
     """Convert a batch for the loss of a script."""
     as_array = torch.from_numpy if hasattr(script, "torch") else jnp.asarray
@@ -103,7 +120,7 @@ def test_networks(network: Callable, jax_network: Callable) -> None:
 @pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
 def test_initial_weights(script: Any) -> None:
     """Kernels and biases have PyTorch's distribution, and no two layers or seeds the same numbers."""
-    found = [to_torch(script.init_params(SmallFlaxNetwork(A), jax.random.PRNGKey(seed))) for seed in range(20)]
+    found = [small_to_torch(script.init_params(SmallFlaxNetwork(A), jax.random.PRNGKey(seed))) for seed in range(20)]
     torch.manual_seed(0)
     expected = [SmallNetwork(A).state_dict() for _ in range(20)]
     assert found[0].keys() == expected[0].keys()
@@ -195,8 +212,8 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
         flags |= {"offline_steps": 1, "warmup_updates": 2}
     args, torch_args = jax_script.Args(**flags), script.Args(**flags)
     optimizer = optax.inject_hyperparams(optax.adam)(1e-3) if script is qdagger else optax.adam(1e-3)
-    params, key = to_jax(network), jax.random.PRNGKey(5)
-    state = jax_script.TrainState(params, to_jax(target_network), optimizer.init(params), key)
+    params, key = small_to_jax(network), jax.random.PRNGKey(5)
+    state = jax_script.TrainState(params, small_to_jax(target_network), optimizer.init(params), key)
 
     # The ring is replaced by the batches; the sample's key selects one of them.
     ring = jax.tree.map(lambda *x: jnp.stack(x), *(batch_of(jax_script, batch) for batch in batches))
@@ -236,7 +253,7 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
         adam.step()
     for found, term in zip(losses, expected, strict=True):
         np.testing.assert_allclose(found, term.detach().numpy(), rtol=1e-4)
-    found, target = to_torch(state.params), to_torch(state.target_params)
+    found, target = small_to_torch(state.params), small_to_torch(state.target_params)
     for name, parameter in network.named_parameters():
         # Where a gradient is hardly more than rounding, Adam's step along it is not.
         close = np.isclose(found[name], parameter.detach().numpy(), rtol=0, atol=1e-6)
