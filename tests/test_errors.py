@@ -99,3 +99,6 @@ def test_a_printed_command_can_be_pasted_into_the_shell_of_the_system(monkeypatc
     assert shlex.split(shell_command(words)) == words
     monkeypatch.setattr(sys, "platform", "win32")
     assert shell_command(words) == 'python cleanrl/dqn_atari.py --resume "runs/it\'s a run"'
+    assert shell_command(["python", r"C:\R&D\a.py", "--env-id", "ALE/Pong-v5"]) == (
+        r'python "C:\R&D\a.py" --env-id ALE/Pong-v5'
+    )
