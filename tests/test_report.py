@@ -163,6 +163,7 @@ def test_runs_without_flags_are_left_out(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith(f"warning: {other} has no curves or no hyperparameters; ")
 
 
+@pytest.mark.posix
 def test_links_of_wandb_are_not_runs(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """W&B links to the event files of a run, of a resumed run to the last one only."""
     run = write_run(tmp_path / "runs", 1, {TRAINING: [(1500, 1.0)]})

@@ -507,6 +507,7 @@ def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
             assert find_model(repo, "dqn_atari").samefile(file)
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize(
     ("files", "exp_name", "found"),
     [
@@ -532,6 +533,7 @@ def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
             choose_model(tmp_path, exp_name)
 
 
+@pytest.mark.posix
 def test_path_without_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
