@@ -37,6 +37,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.posix
 def test_imports_without_posix() -> None:
     scripts = [path.stem for path in (REPO / "cleanrl").glob("*_*.py") if not path.name.startswith("__")]
     helpers = [f"cleanrl_utils.{path.stem}" for path in (REPO / "cleanrl_utils").glob("*.py")]
