@@ -237,6 +237,7 @@ def test_gpu_benchmark_without_a_gpu(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
 def test_busy_loops_end_with_the_benchmark(end: str) -> None:
     """They run until the measurement is over, also if it is killed."""
