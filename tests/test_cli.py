@@ -78,7 +78,7 @@ save_if_due, stop_at = checkpoint.Checkpoint.save_if_due, int(sys.argv[1])
 
 def interrupt(self, *args, **kwargs):
     if self.state["progress"].offline_update == stop_at:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # os.kill would end the process on Windows
     save_if_due(self, *args, **kwargs)
 
 checkpoint.Checkpoint.save_if_due = interrupt
