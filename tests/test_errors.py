@@ -34,6 +34,7 @@ def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> Non
     assert capsys.readouterr().err.startswith("error: runs/a.tmp could not be opened or written (Read-only file")
 
 
+@pytest.mark.posix
 def test_characters_that_the_encoding_lacks() -> None:
     code = "from cleanrl_utils.errors import one_line_errors\nwith one_line_errors(): print('λ ±')"
     environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
