@@ -101,6 +101,7 @@ def test_bfloat16_of_a_cpu(
     assert found == in_hardware
 
 
+@pytest.mark.posix
 def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: no core affinity, control groups or mallopt; on ARM, /proc/cpuinfo does not name the CPU."""
     monkeypatch.syspath_prepend(ROOT / "benchmark")
