@@ -920,7 +920,7 @@ def test_run_of_an_earlier_version(stopped: Path) -> None:
     """Its checkpoints have no list of their members, and may have other flags: one line."""
     state = sorted(stopped.glob("checkpoint/*.state"))[-1]
     rewrite_state(state, members=None, versions=None, parts=["q_network"], progress={"teacher_step": 3})
-    with pytest.raises(UserError, match=f"--resume {stopped}: an earlier version.*; resume it with the script"):
+    with pytest.raises(UserError, match=rf"--resume {re.escape(str(stopped))}: an earlier version.*with the script"):
         parse_args(qdagger.Args, ["--resume", str(stopped)])
 
 
@@ -946,7 +946,7 @@ def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path
     directory = write_teacher(tmp_path / "teacher")
     run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
     write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
-    with pytest.raises(UserError, match=rf"the run was started with another file than {directory}/.*; give that one"):
+    with pytest.raises(UserError, match=rf"another file than {re.escape(str(directory))}.*; give that one"):
         resume(script, run_dir)
 
 
