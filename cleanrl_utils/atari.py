@@ -13,7 +13,7 @@ from cleanrl_utils.errors import UserError
 MAX_FRAMES = 108_000  # 30 minutes at 60 frames/s, after which an episode is truncated (Machado et al., 2018)
 NOOP_MAX = 30
 FRAME_SKIP = 4
-LIST_GAMES = "python -c 'import ale_py, gymnasium; gymnasium.pprint_registry()'"
+LIST_GAMES = 'python -c "import ale_py, gymnasium; gymnasium.pprint_registry()"'
 
 
 class Step(NamedTuple):

@@ -311,6 +311,9 @@ def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> t
                 for file, *_ in state["segments"]:
                     read_zip(path.parent / file, state["replay"]["members"])
         except Exception as error:  # a damaged file can raise almost anything
+            if isinstance(error.__cause__, PermissionError):  # the file may be undamaged, and would be overwritten
+                remedy = "allow it, or close the program that has it open"
+                raise UserError(f"--resume {run_dir}: {one_line(error.__cause__)}; {remedy}") from error
             problems.append(f"{path.name}: {one_line(error)}")
             if check_replay:
                 print(f"WARNING: {path} is damaged ({one_line(error)}); trying the checkpoint before", file=sys.stderr)

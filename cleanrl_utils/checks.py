@@ -41,10 +41,11 @@ def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 
             value = getattr(args, name, None)
             if value is not None and not low <= value <= high:
                 raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}")
-    # Windows allows 260 characters in a path, and the name is in that of the run and in that of the file.
-    if not re.fullmatch(r"[\w.+-]{1,60}", args.exp_name, re.ASCII):
-        found = f"--exp-name is {args.exp_name!r:.120}"
-        raise UserError(f"{found}; it names files: use up to 60 letters, digits and characters of _.+-")
+    # Windows allows 260 characters in a path, and the name is in that of the run and in that of the file. A file named
+    # aux.cleanrl_model would be a device there.
+    if not re.fullmatch(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(\.|$))[\w.+-]{1,60}", args.exp_name, re.ASCII):
+        found = f"--exp-name is {args.exp_name!r:.120}; it names files"
+        raise UserError(f"{found}: use up to 60 letters, digits and characters of _.+-, but not aux, con or nul")
     if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
         raise UserError("--final-learning-rate is annealed with λ, which --distill-coefficient 0 disables; omit one")
     if args.upload_model and not args.save_model:

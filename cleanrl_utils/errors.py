@@ -3,8 +3,8 @@
 import errno
 import importlib
 import io
+import re
 import shlex
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -95,7 +95,9 @@ def flag(name: str) -> str:
 
 def shell_command(words: list[str]) -> str:
     """Join the words of a command so that it can be pasted into a shell: cmd.exe or PowerShell on Windows."""
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+    if sys.platform == "win32":  # both shells know double quotes, and need them for & and parentheses
+        return " ".join(word if re.fullmatch(r"[\w.:\\/=+*-]+", word) else f'"{word}"' for word in words)
+    return shlex.join(words)
 
 
 def require_packages(what: str, *modules: str) -> None:

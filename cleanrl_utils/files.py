@@ -4,14 +4,16 @@ import os
 import sys
 import time
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
 from cleanrl_utils.errors import UserError, one_line, user_errors
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -23,24 +25,23 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        replace(temporary, path)
+        retry(lambda: temporary.replace(path))
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError) and error.filename is None:  # the error of a full disk names no file
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # that of a full disk names no file
             error.filename = str(path)
         raise
     sync_directory(path.parent)
 
 
-def replace(source: Path, target: Path) -> None:
-    """Rename a file, and try for a second while Windows refuses it because another program has the file open."""
+def retry(access: Callable[[], T]) -> T:
+    """Call a function, again for a second while Windows refuses it because another program has the file open."""
     for _ in range(10):
         with suppress(PermissionError):
-            source.replace(target)
-            return
+            return access()
         time.sleep(0.1)
-    source.replace(target)
+    return access()
 
 
 def sync_directory(path: Path) -> None:
@@ -75,5 +76,5 @@ def lock_run(run_dir: Path) -> FileLock:
 
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
     """Read members of a zip file, which has a checksum for each; raise a UserError if it is damaged."""
-    with user_errors(f"{path.name} can't be read", "it is damaged"), zipfile.ZipFile(path) as file:
+    with user_errors(f"{path.name} can't be read", "it is damaged"), retry(lambda: zipfile.ZipFile(path)) as file:
         return {name: file.read(name) for name in members}

@@ -19,7 +19,7 @@ from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
 from cleanrl_utils.errors import flag, shell_command, user_errors
-from cleanrl_utils.files import lock_run
+from cleanrl_utils.files import lock_run, retry
 
 VIDEOS = Path("videos")  # has a directory per run
 
@@ -104,7 +104,7 @@ class Writer:
     def state_dict(self) -> dict[str, Any]:
         """Write all points to the disk; return the last step and the bytes of each event file of the run."""
         self._writer.flush()
-        with self.file.open("ab") as file:  # Windows synchronises only a file that is open for writing
+        with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file that is open for writing
             os.fsync(file.fileno())
         sizes = {path.name: path.stat().st_size for path in self.run_dir.glob("events.out.tfevents.*")}
         return {"last_step": self._last_step, "sizes": sizes}
@@ -115,7 +115,9 @@ class Writer:
         for path in self.run_dir.glob("events.out.tfevents.*"):
             size = state["sizes"].get(path.name, 0)
             if path != self.file and path.stat().st_size > size:
-                os.truncate(path, size)
+                what = f"{path} can't be truncated"
+                with user_errors(what, "allow it, or close the program that has it open", OSError):
+                    retry(lambda path=path, size=size: os.truncate(path, size))
         self.purge(self._last_step + 1)
 
     def purge(self, step: int) -> None:

@@ -98,7 +98,7 @@ def run_script(script: str, cwd: Path, *flags: object, **environ: str) -> subpro
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **environ},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=600,
     )
 

@@ -418,6 +418,7 @@ def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytes
     assert sum(1 for _ in imageio.get_reader(tmp_path / "a.mp4")) == 51
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None, "none in the wheel"])
 def test_broken_ffmpeg_costs_a_warning(
     ffmpeg: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -24,6 +24,7 @@ from cleanrl_utils import benchmark as runner_module
 from cleanrl_utils.benchmark import Args, Job, main, make_jobs, run_locally, run_on_node, share, visible_gpus
 from cleanrl_utils.errors import UserError
 
+pytestmark = pytest.mark.posix
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = [sys.executable, "-m", "cleanrl_utils.benchmark"]
 FAKE = "python cleanrl/fake_run.py"

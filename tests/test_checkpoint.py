@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import importlib.metadata
 import io
@@ -60,6 +59,10 @@ from cleanrl_utils.checkpoint import Checkpoint, dump, load, load_checkpoint, pa
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.files import lock_run
 from cleanrl_utils.tracking import make_run_dir, start_logging
+
+# Windows lacks both.
+KILL = getattr(signal, "SIGKILL", 9)
+USR1 = getattr(signal, "SIGUSR1", signal.SIGTERM)
 
 # ==================== files ====================
 
@@ -162,6 +165,7 @@ def make_two() -> Path:
     return checkpoint.run_dir
 
 
+@pytest.mark.posix
 def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs that start in the same second have directories of their own. A dead link in their place is one line."""
     monkeypatch.chdir(tmp_path)
@@ -317,8 +321,11 @@ def test_no_code_is_run(two: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "trap").exists()
 
 
+@pytest.mark.posix
 def test_locks_of_network_file_systems(two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """NFS locks only files that are open for writing. Where there are no locks, a warning says so."""
+    import fcntl
+
     flock = fcntl.flock
 
     def nfs_flock(file: Any, operation: int) -> None:
@@ -371,6 +378,7 @@ def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Path, name, counted(getattr(Path, name)))
 
 
+@pytest.mark.posix
 def test_kill_at_every_operation(two: Path, capfd: pytest.CaptureFixture) -> None:
     """A kill at any operation leaves the checkpoint before or the new one, and the next save works."""
     outcomes = []
@@ -401,6 +409,7 @@ def test_kill_at_every_operation(two: Path, capfd: pytest.CaptureFixture) -> Non
     assert len(outcomes) > 25
 
 
+@pytest.mark.posix
 def test_names_follow_contents(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a loss of power: a file is synchronised before it gets its name, the state after its segments."""
     done: list[tuple[str, str]] = []
@@ -533,7 +542,7 @@ def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) 
     def interrupt(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         if not sent and counters.items() <= vars(checkpoint.state["progress"]).items():
             sent.append(True)
-            if number == signal.SIGKILL:
+            if number == KILL:
                 checkpoint.state["writer"].add_scalar("charts/SPS", 1.0, 12345)  # a point after the checkpoint
                 raise Killed
             signal.raise_signal(number)
@@ -586,10 +595,10 @@ def whole(evaluations: list[str], teacher: Path, tmp_path_factory: pytest.TempPa
 WHOLE_RUNS: dict[Any, Results] = {}
 STOPS = [
     (qdagger, signal.SIGTERM, {"offline_update": 36}),
-    (qdagger, signal.SIGKILL, {"teacher_step": 12}),  # each kill is resumed from the checkpoint before the phase
-    (qdagger, signal.SIGKILL, {"online_step": 102}),
+    (qdagger, KILL, {"teacher_step": 12}),  # each kill is resumed from the checkpoint before the phase
+    (qdagger, KILL, {"online_step": 102}),
     (qdagger_jax, signal.SIGTERM, {"offline_update": 36}),
-    (qdagger_jax, signal.SIGKILL, {"online_step": 102}),
+    (qdagger_jax, KILL, {"online_step": 102}),
 ]
 
 
@@ -643,7 +652,7 @@ def test_resumed_within_episodes(
         assert [step for step, _ in expected[tag]] == [offline + 110, offline + 206]
     seeds, replays, reset, add = [], [], AtariVectorEnv.reset, script.Replay.add
     monkeypatch.setattr(AtariVectorEnv, "reset", lambda envs, seed: seeds.append(tuple(seed)) or reset(envs, seed=seed))
-    run_dir = stop(script, args_of(script, teacher), signal.SIGUSR1, **counters)
+    run_dir = stop(script, args_of(script, teacher), USR1, **counters)
     before = len(seeds)
     monkeypatch.setattr(script.Replay, "add", lambda self, *args: replays.append(self) or add(self, *args))
     resume(script, run_dir)
@@ -678,7 +687,7 @@ def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
     return only(Path("runs").iterdir())
 
 
-IN_EVALUATIONS = [("random", signal.SIGINT), ("offline 50", signal.SIGTERM), ("offline 100", signal.SIGUSR1)]
+IN_EVALUATIONS = [("random", signal.SIGINT), ("offline 50", signal.SIGTERM), ("offline 100", USR1)]
 IN_EVALUATIONS += [("final", signal.SIGTERM)]
 
 
@@ -892,7 +901,7 @@ def test_run_of_an_earlier_version(stopped: Path) -> None:
     """Its checkpoints have no list of their members, and may have other flags: one line."""
     state = sorted(stopped.glob("checkpoint/*.state"))[-1]
     rewrite_state(state, members=None, versions=None, parts=["q_network"], progress={"teacher_step": 3})
-    with pytest.raises(UserError, match=f"--resume {stopped}: an earlier version.*; resume it with the script"):
+    with pytest.raises(UserError, match=rf"--resume {re.escape(str(stopped))}: an earlier version.*with the script"):
         parse_args(qdagger.Args, ["--resume", str(stopped)])
 
 
@@ -918,7 +927,7 @@ def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path
     directory = write_teacher(tmp_path / "teacher")
     run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
     write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
-    with pytest.raises(UserError, match=rf"the run was started with another file than {directory}/.*; give that one"):
+    with pytest.raises(UserError, match=rf"another file than {re.escape(str(directory))}.*; give that one"):
         resume(script, run_dir)
 
 
@@ -942,6 +951,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.posix
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     """Nohup, Ctrl-C pressed several times, and one that also ends the reader of the output: the run can be resumed."""
     flags = [f"--{name}={value}" for name, value in dataclasses.asdict(tiny(teacher)).items() if name in (
@@ -1022,6 +1032,7 @@ def test_first_checkpoint_comes_before_the_first_phase(
         script.main(args_of(script, teacher))
 
 
+@pytest.mark.posix
 def test_full_disk(teacher: Path, tmp_path: Path) -> None:
     """A run ends in one line: at the start, before the teacher's evaluation, or later; then it can be resumed."""
     args = args_of(qdagger, teacher)

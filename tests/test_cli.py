@@ -79,7 +79,7 @@ save_if_due, stop_at = checkpoint.Checkpoint.save_if_due, int(sys.argv[1])
 
 def interrupt(self, *args, **kwargs):
     if self.state["progress"].offline_update == stop_at:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # os.kill would end the process on Windows
     save_if_due(self, *args, **kwargs)
 
 checkpoint.Checkpoint.save_if_due = interrupt
@@ -116,7 +116,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     command += [str(REPO / "cleanrl" / f"{script}.py")]
     environ |= {"TQDM_DISABLE": "1", "TQDM_DESC": "x"}
     sweep = {"WANDB_SWEEP_ID": "s", "WANDB_RUN_ID": SWEEP_RUN, "WANDB_PROJECT": "of-sweep"} if script == STUDENT else {}
-    options = {"cwd": folder, "capture_output": True, "text": True, "timeout": 600}
+    options = {"cwd": folder, "capture_output": True, "encoding": "utf-8", "timeout": 600}
     result = subprocess.run([*command, *flags.split()], env=environ | sweep, **options)
     assert result.returncode == (143 if script == STUDENT else 0), result.stderr
     run_dir = only((folder / "runs").iterdir())

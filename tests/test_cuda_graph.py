@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +82,7 @@ def run(script: Any, args: Any, enabled: bool, stop_at: int | None, monkeypatch:
 
         def call(*inputs: Any) -> Any:
             if next(calls) == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             return graphed(*inputs)
 
         return call

@@ -101,6 +101,7 @@ def test_bfloat16_of_a_cpu(
     assert found == in_hardware
 
 
+@pytest.mark.posix
 def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: no core affinity, control groups or mallopt; on ARM, /proc/cpuinfo does not name the CPU."""
     monkeypatch.syspath_prepend(ROOT / "benchmark")
@@ -108,7 +109,7 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sys, "platform", "darwin")
     for name in ("sched_getaffinity", "sched_setaffinity"):
-        monkeypatch.delattr(os, name)
+        monkeypatch.delattr(os, name, raising=False)
     for module in (device, throughput):
         monkeypatch.setattr(module, "Path", lambda path: tmp_path / "missing")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -227,6 +228,7 @@ def test_throughput(tmp_path: Path) -> None:
     assert all(float(speed) > 0 for _, speed in rows)
 
 
+@pytest.mark.posix
 def test_gpu_benchmark_without_a_gpu(tmp_path: Path) -> None:
     """One line says so, and no file is written."""
     command = [ROOT / "benchmark" / "gpu.sh", "speed", tmp_path / "gpu.md"]
@@ -236,6 +238,7 @@ def test_gpu_benchmark_without_a_gpu(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
 def test_busy_loops_end_with_the_benchmark(end: str) -> None:
     """They run until the measurement is over, also if it is killed."""
@@ -252,7 +255,7 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = tmp_path / "groups"
     monkeypatch.setattr(device, "CGROUP", tmp_path)
     monkeypatch.setattr(device, "Path", lambda path: groups)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert available_cores() == 16  # without control groups
     groups.write_text("0::/slice/job\n")
@@ -268,6 +271,7 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_cores() == 3
 
 
+@pytest.mark.posix
 def test_threads_of_jax() -> None:
     """XLA computes with as many threads as :func:`available_cores` returns."""
     code = "from cleanrl_utils import device\ndevice.available_cores = lambda: 5\ndevice.set_up_jax(True)\n"

@@ -248,6 +248,7 @@ def test_results_are_those_of_the_csv() -> None:
     assert {steps: text.split(" ")[0] for steps, text in shown} == full_size  # the text may have a standard error
 
 
+@pytest.mark.posix
 def test_commands_of_the_results_run_them(tmp_path: Path) -> None:
     """Each row of the table of commands selects the runs that it names, of all games."""
     python = tmp_path / "python"

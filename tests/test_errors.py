@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pty
 import shlex
 import subprocess
 import sys
@@ -35,6 +34,7 @@ def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> Non
     assert capsys.readouterr().err.startswith("error: runs/a.tmp could not be opened or written (Read-only file")
 
 
+@pytest.mark.posix
 def test_characters_that_the_encoding_lacks() -> None:
     code = "from cleanrl_utils.errors import one_line_errors\nwith one_line_errors(): print('λ ±')"
     environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
@@ -42,12 +42,15 @@ def test_characters_that_the_encoding_lacks() -> None:
     assert (result.stdout, result.stderr) == ("? ?\n", "")
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "output", ["terminal that was closed", "disk that is full", "pipe without a reader", "pipe that is full"]
 )
 def test_output_that_fails_is_dropped(output: str, unbuffered: str, tmp_path: Path) -> None:
     if output == "terminal that was closed":
+        import pty  # not on Windows
+
         other_end, descriptor = pty.openpty()
         os.close(other_end)
     elif output == "disk that is full":
@@ -99,3 +102,6 @@ def test_a_printed_command_can_be_pasted_into_the_shell_of_the_system(monkeypatc
     assert shlex.split(shell_command(words)) == words
     monkeypatch.setattr(sys, "platform", "win32")
     assert shell_command(words) == 'python cleanrl/dqn_atari.py --resume "runs/it\'s a run"'
+    assert shell_command(["python", r"C:\R&D\a.py", "--env-id", "ALE/Pong-v5"]) == (
+        r'python "C:\R&D\a.py" --env-id ALE/Pong-v5'
+    )

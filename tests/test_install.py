@@ -42,6 +42,7 @@ def make_environment(venv: Path, path: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment | {"PATH": path}, capture_output=True, text=True)
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize(
     ("statuses", "chosen", "venv_status"),
     [
@@ -76,6 +77,7 @@ def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status
         assert "python3-venv" in error
 
 
+@pytest.mark.posix
 def test_environment_without_pip(tmp_path: Path) -> None:
     """An environment of uv, which has no pip, gets it and keeps its packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -15,7 +15,11 @@ from test_benchmark import steps
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_SLURM = shutil.which("sinfo") is not None and subprocess.run(["sinfo"], capture_output=True).returncode == 0
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not HAS_SLURM, reason="no Slurm is running: sinfo fails")]
+pytestmark = [
+    pytest.mark.posix,
+    pytest.mark.slurm,
+    pytest.mark.skipif(not HAS_SLURM, reason="no Slurm is running: sinfo fails"),
+]
 CALLER = {  # of a job that the runner is started in
     "SLURM_JOB_ID": "999",
     "SLURM_MEM_PER_CPU": "100",

@@ -266,6 +266,7 @@ def test_own_network(tmp_path, monkeypatch):
         assert type(script.load_model(tmp_path / "published", 6, 0.1)[0]) is script.TeacherNetwork
 
 
+@pytest.mark.posix
 def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
     """Also in bfloat16, from a directory of any name. A file that torch.compile has wrapped is the same model."""
     monkeypatch.setattr(qdagger, "QNetwork", Dueling)
@@ -498,6 +499,7 @@ def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
     """Also where its name has an "@". test_hub.py has downloads."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))  # on Windows
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     for name in ("local", "local@v1"):
         file = tmp_path / "lab" / name / "dqn_atari.cleanrl_model"
@@ -507,6 +509,7 @@ def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
             assert find_model(repo, "dqn_atari").samefile(file)
 
 
+@pytest.mark.posix
 @pytest.mark.parametrize(
     ("files", "exp_name", "found"),
     [
@@ -532,6 +535,7 @@ def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
             choose_model(tmp_path, exp_name)
 
 
+@pytest.mark.posix
 def test_path_without_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")

@@ -75,12 +75,12 @@ def short_episodes() -> Iterator[None]:
 def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Student]:
     """Train a copy, stop it in the online phase, and resume it."""
     folder, (script, lines) = tmp_path_factory.mktemp("copy"), CHANGES[request.param]
-    text = Path(script.__file__).read_text()
+    text = Path(script.__file__).read_text(encoding="utf-8")
     for old, new in lines.items():
         assert text.count(old) == 1
         text = text.replace(old, new)
     path = folder / ("wider_jax.py" if script is qdagger_jax else "wider.py")
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     copy = import_copy(path)
     flags = f"{SIZES} --env-id {GAME} --teacher-policy-hf-repo {write_teacher(folder / 'teacher')} "
     flags += "--teacher-model-exp-name dqn_atari"
