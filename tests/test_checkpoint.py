@@ -881,9 +881,10 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="this script has other flags than the run; resume it with the script"):
         parse_args(changed, ["--resume", str(stopped)])
     args = parse_args(qdagger.Args, ["--resume", str(stopped)])
-    start_logging(args)
+    running = start_logging(args)
     with pytest.raises(UserError, match="still running in another process"):
         start_logging(args)
+    del running
 
 
 def rewrite_state(path: Path, **changes: Any) -> None:
