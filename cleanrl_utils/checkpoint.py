@@ -106,7 +106,7 @@ class Checkpoint:
         # A hash of the file as it was read: it may be moved or replaced during the run.
         self.state = {name: FileHash(part) if isinstance(part, Path) else part for name, part in state.items()}
         self._number = 0
-        self._kept: list[set[str]] = []  # files of the newest checkpoint and, at a restart all, of the one before
+        self._kept: list[set[str]] = []  # files of the newest checkpoint and the one before; after `restore` all
         self._segments: list[Segment] = []  # of the replay buffer that was saved last
         self._replay_loaded: dict[str, Any] | None = None
         self._last_save = time.monotonic()
