@@ -19,12 +19,12 @@ left() {
 
 # The most important comes first, as the limit may cut off the last.
 speed() {
-    for flags in "--backend torch" "--backend jax" "--no-torch-deterministic" "--no-bf16" "--no-torch-deterministic --compile"; do
+    for flags in "--backend torch" "--backend jax" "--no-torch-deterministic --compile" "--no-torch-deterministic" "--compile"; do
         library=torch
         [[ $flags != *jax* ]] || library=jax
         [[ $libraries == *$library* ]] || continue
         # shellcheck disable=SC2086
-        timeout "$(left)" "$python" benchmark/throughput.py --offline-steps 3000 --online-steps 10000 $flags ||
+        timeout "$(left)" "$python" benchmark/throughput.py --offline-steps 2000 --online-steps 6000 $flags ||
             echo "throughput.py $flags failed, or the time was up"
         echo
     done
@@ -33,11 +33,15 @@ speed() {
 tests() {
     # After SIGINT, pytest still reports the failures so far.
     QDAGGER_TEST_GPU=1 timeout --signal INT --kill-after 5 "$(left)" \
-        "$python" -m pytest -m gpu tests/test_gpu.py -v --tb=short
+        "$python" -m pytest -m gpu tests/test_gpu.py -vv --tb=short
 }
 
 profile() {
-    timeout "$(left)" "$python" benchmark/profile_update.py
+    for flags in "" "--no-torch-deterministic" "--no-torch-deterministic --compile"; do
+        printf '\n## %s\n\n' "${flags:-default flags}"
+        # shellcheck disable=SC2086
+        timeout "$(left)" "$python" benchmark/profile_update.py $flags || echo "it failed, or the time was up"
+    done
 }
 
 if [[ ! $task =~ ^(speed|tests|profile)$ ]]; then

@@ -1,6 +1,8 @@
-"""Profile one call of four updates by kernel, with and without padded channels and cuDNN's benchmark.
+"""Profile one call of four updates by kernel.
 
-python benchmark/profile_update.py
+    python benchmark/profile_update.py [--no-torch-deterministic] [other flags of the script]
+
+PyTorch keeps cuDNN's choices as long as a process lives, so every set of flags needs a process of its own.
 """
 
 import copy
@@ -13,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
 
 import qdagger_dqn_atari_impalacnn as qdagger  # noqa: E402
 import torch  # noqa: E402
+import tyro  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
 from cleanrl_utils.device import CudaGraph, set_up_torch  # noqa: E402
@@ -22,15 +25,11 @@ CALLS = 50  # timed ones
 RATES = [1e-4] * qdagger.UPDATES_PER_CALL
 
 
-def profile_update(padded: bool, benchmark: bool) -> None:
+def main(args: qdagger.Args) -> None:
     """Print the time of an update and the kernels of one call."""
-    print(f"\n## {'8' if padded else '4'} input channels, cudnn.benchmark {benchmark}\n")
-    if not padded:
-        qdagger.ChannelPaddedConv2d.forward = torch.nn.Conv2d.forward
-    torch.backends.cudnn.benchmark = benchmark
-    torch.backends.cudnn.deterministic = not benchmark
-    args = qdagger.Args()
     device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
     replay = qdagger.Replay(10000, NUM_ACTIONS, args, device)
     for array in replay.ring:
         array.fill_(1)  # valid transitions
@@ -56,6 +55,4 @@ def profile_update(padded: bool, benchmark: bool) -> None:
 
 
 if __name__ == "__main__":
-    for padded in (True, False):
-        for benchmark in (False, True):
-            profile_update(padded, benchmark)
+    main(tyro.cli(qdagger.Args))

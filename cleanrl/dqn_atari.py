@@ -53,7 +53,7 @@ class Args:
     cuda_graph: bool = True
     """if toggled, a GPU runs each update as one CUDA graph, with the same results"""
     compile: bool = False
-    """if toggled, the loss is compiled by torch.compile, which takes minutes at the start"""
+    """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
     """if toggled, all layers but the last compute in bfloat16 where the hardware supports it"""
     track: bool = False
@@ -438,7 +438,7 @@ def main(args: Args) -> None:
                 if times_due(updates_before, progress.update, updates_per_log):
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-                    check_finite(q_network.parameters())
+                    check_finite(losses)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs

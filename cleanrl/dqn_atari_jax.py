@@ -441,7 +441,7 @@ def main(args: Args) -> None:
                 if times_due(updates_before, progress.update, updates_per_log):
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-                    check_finite(jax.tree.leaves(state.params))
+                    check_finite(losses)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs

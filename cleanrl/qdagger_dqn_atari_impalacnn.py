@@ -58,7 +58,7 @@ class Args:
     cuda_graph: bool = True
     """if toggled, a GPU runs the updates, and the forward passes of an online step, as CUDA graphs"""
     compile: bool = False
-    """if toggled, the loss is compiled by torch.compile, which takes minutes at the start"""
+    """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
     """if toggled, all layers but the last compute in bfloat16 where the hardware supports it"""
     track: bool = False
@@ -664,7 +664,7 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-                    check_finite(q_network.parameters())
+                    check_finite(losses)
                 checkpoint.save_if_due(replay=replay)
             evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
             update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
@@ -728,7 +728,7 @@ def main(args: Args) -> None:
                 if times_due(updates_before, progress.online_update, updates_per_log):
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-                    check_finite(q_network.parameters())
+                    check_finite(losses)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs

@@ -670,7 +670,7 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-                    check_finite(jax.tree.leaves(state.params))
+                    check_finite(losses)
                 checkpoint.save_if_due(state, replay)
             evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
             state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
@@ -729,7 +729,7 @@ def main(args: Args) -> None:
                 if times_due(updates_before, progress.online_update, updates_per_log):
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-                    check_finite(jax.tree.leaves(state.params))
+                    check_finite(losses)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs

@@ -64,11 +64,11 @@ def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 
     check_memory(args, device, step_bytes, batches_per_call)
 
 
-def check_finite(weights: Iterable[Any]) -> None:
-    """Raise a UserError if one of the arrays, of PyTorch or JAX, has a NaN or infinite value."""
-    for array in weights:
+def check_finite(arrays: Iterable[Any]) -> None:
+    """Raise a UserError if a weight or the loss, arrays of PyTorch or JAX, has a NaN or infinite value."""
+    for array in arrays:
         if not abs(array).max() < math.inf:
-            raise UserError("the training diverged: a weight is NaN or infinite; start again, lower --learning-rate")
+            raise UserError("the training diverged to NaN or infinite values; start again, lower --learning-rate")
 
 
 def fitting_num_envs(args: Any) -> int:

@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cleanrl_utils.models import torch_to_flax
 
 REPO = Path(__file__).parent.parent
+PYTHONPATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])  # for scripts
 GAME, NUM_ACTIONS = "KlaxNoFrameskip-v4", 18  # with any policy, an episode of Klax ends after a few hundred steps
 STUDENT, DQN = qdagger.__name__, dqn_atari.__name__
 STUDENT_JAX, DQN_JAX = qdagger_jax.__name__, dqn_atari_jax.__name__
@@ -96,7 +97,7 @@ def run_script(script: str, cwd: Path, *flags: object, **environ: str) -> subpro
     return subprocess.run(
         [sys.executable, REPO / "cleanrl" / f"{script}.py", *map(str, flags)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **environ},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", **environ},
         capture_output=True,
         encoding="utf-8",
         timeout=600,

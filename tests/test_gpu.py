@@ -15,7 +15,18 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 import torch.nn.functional as F
-from helpers import GAME, NUM_ACTIONS, REPO, only, qdagger_losses, read_scalars, run_script, tiny, write_teacher
+from helpers import (
+    GAME,
+    NUM_ACTIONS,
+    PYTHONPATH,
+    REPO,
+    only,
+    qdagger_losses,
+    read_scalars,
+    run_script,
+    tiny,
+    write_teacher,
+)
 from test_cuda_graph import results
 
 from cleanrl_utils import device
@@ -197,7 +208,7 @@ def test_resume_on_another_device(tmp_path: Path) -> None:
     for device_flag in ("--no-cuda", "--cuda", "--no-cuda"):
         command = [sys.executable, REPO / "cleanrl" / f"{qdagger.__name__}.py", *flags, device_flag]
         before = len(logged_steps(tmp_path))
-        run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(REPO)})
+        run = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": PYTHONPATH})
         end = time.monotonic() + 100
         while run.poll() is None and time.monotonic() < end and len(logged_steps(tmp_path)) == before:
             time.sleep(1)
