@@ -202,7 +202,7 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,  # a truncated episode bootstraps from the observation of its reset step
+            terminated=result.terminated,  # a truncated episode bootstraps from its last observation, in the next step
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
@@ -237,7 +237,7 @@ def sample(
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
-    # If all 8 are final observations, take the step before the first of them, which is a transition.
+    # If all 8 are final observations, as is next to impossible, take the step before the first of them.
     t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -404,7 +404,7 @@ def main(args: Args) -> None:
             for global_step in bar:
                 next_step = global_step + args.num_envs
                 # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
-                if times_due(max(global_step - args.num_envs, 0), global_step, args.eval_frequency):
+                if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
                     check_finite(q_network.parameters())
                     checkpoint.save(replay=replay)
                     mean_return = np.mean(evaluate(f"online {global_step}"))

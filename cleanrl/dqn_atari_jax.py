@@ -204,7 +204,7 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,  # a truncated episode bootstraps from the observation of its reset step
+            terminated=result.terminated,  # a truncated episode bootstraps from its last observation, in the next step
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
@@ -234,7 +234,7 @@ def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
 def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_step: int, gamma: float) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
-    # Rejection sampling with 8 candidates at once, since shapes are fixed.
+    # Rejection sampling with 8 candidates at once, since compiled code has fixed shapes.
     candidates = (8, batch_size)
     t_key, env_key = jax.random.split(key)
     t = jax.random.randint(t_key, candidates, low, high)
@@ -242,7 +242,7 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
-    # If all 8 are final observations, take the step before the first of them, which is a transition.
+    # If all 8 are final observations, as is next to impossible, take the step before the first of them.
     t = jnp.where(ring.valid[t % length, env], t, jnp.maximum(t - 1, low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -407,7 +407,7 @@ def main(args: Args) -> None:
             for global_step in bar:
                 next_step = global_step + args.num_envs
                 # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
-                if times_due(max(global_step - args.num_envs, 0), global_step, args.eval_frequency):
+                if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
                     check_finite(jax.tree.leaves(state.params))
                     checkpoint.save(state, replay)
                     mean_return = np.mean(evaluate(f"online {global_step}"))

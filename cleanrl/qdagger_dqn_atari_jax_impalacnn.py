@@ -71,7 +71,7 @@ class Args:
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: float = 10
-    """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
+    """minutes between checkpoints, which are also saved at evaluations, between phases and when stopped; 0 disables"""
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
@@ -113,11 +113,11 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the name of the teacher's file without .cleanrl_model or .zip; by default, an only file may have any name"""
+    """the name of the teacher's file without .cleanrl_model or .zip; the default accepts an only model of any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
-    """environment steps of the teacher, which fill the teacher's replay buffer"""
+    """environment steps of the teacher, which fill the teacher's replay buffer; epsilon is annealed over them, too"""
     offline_steps: int = 500000
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
     temperature: float = 0.1
@@ -332,7 +332,7 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,  # a truncated episode bootstraps from the observation of its reset step
+            terminated=result.terminated,  # a truncated episode bootstraps from its last observation, in the next step
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
             teacher_q_values=teacher_q_values,
@@ -363,7 +363,7 @@ def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
 def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_step: int, gamma: float) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
-    # Rejection sampling with 8 candidates at once, since shapes are fixed.
+    # Rejection sampling with 8 candidates at once, since compiled code has fixed shapes.
     candidates = (8, batch_size)
     t_key, env_key = jax.random.split(key)
     t = jax.random.randint(t_key, candidates, low, high)
@@ -371,7 +371,7 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
-    # If all 8 are final observations, take the step before the first of them, which is a transition.
+    # If all 8 are final observations, as is next to impossible, take the step before the first of them.
     t = jnp.where(ring.valid[t % length, env], t, jnp.maximum(t - 1, low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -410,7 +410,7 @@ def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
 
 
 class Losses(NamedTuple):
-    """The loss, its terms, and the mean Q-value in it."""
+    """The loss, its terms and the mean Q-value, which are logged by these names."""
 
     loss: jax.Array
     td_loss: jax.Array
@@ -454,7 +454,9 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
+def make_update(
+    q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args
+) -> Callable[..., tuple[TrainState, Losses]]:
     """Return the compiled function that updates the state. The ring is an argument, since `Replay.add` replaces it."""
     gradient_of = jax.grad(qdagger_loss, has_aux=True)
 
@@ -491,7 +493,9 @@ def update_target(state: TrainState, tau: float) -> TrainState:
 def anneal_distillation(
     recent_returns: Sequence[float], teacher_return: float, random_return: float, args: Args
 ) -> float:
-    """Compute λ from the last `RECENT_EPISODES` training episodes (Agarwal et al., 2022, section 4.2).
+    """Compute λ from the last `RECENT_EPISODES` training episodes.
+
+    This is section 4.2 of Agarwal et al. (2022), relative to the random policy's return as in the authors' code.
 
     λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
     ``args.distill_coefficient`` before there are so many.
@@ -551,17 +555,15 @@ def main(args: Args) -> None:
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs, seed=args.seed)
-    teacher_name = args.teacher_model_exp_name
-    repo = args.teacher_policy_hf_repo or f"cleanrl/{args.env_id.replace('/', '-')}-{teacher_name}-seed1"
-    teacher_path = find_model(repo, teacher_name)
+    hub_name = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
+    teacher_path = find_model(args.teacher_policy_hf_repo or hub_name, args.teacher_model_exp_name)
     teacher, teacher_params, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature, dtype)
 
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
-    # A copy: `update` donates both trees, and an array can be donated only once.
-    target_params = jax.tree.map(jnp.copy, params)
-    state = TrainState(params, target_params, optimizer.init(params), key)
+    # The target network is a copy: `update` donates both trees, and an array can be donated only once.
+    state = TrainState(params, jax.tree.map(jnp.copy, params), optimizer.init(params), key)
     update = make_update(q_network, optimizer, args)
 
     # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
@@ -600,25 +602,23 @@ def main(args: Args) -> None:
         writer.add_scalar(f"charts/{phase}/avg_episodic_return", np.mean(returns), global_step)
         save_model(state.params, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
 
-    with writer, checkpoint:  # a signal stops the run after a checkpoint
+    with writer, checkpoint:  # outside of evaluations, a signal stops the run after a checkpoint
         # ==================== evaluate teacher and random policy ====================
         if "random" not in progress.returns:
             checkpoint.save(state)
             episodes = args.teacher_eval_episodes
-            progress.returns["teacher"] = evaluate(
-                "teacher", teacher, teacher_params, episodes, args.end_e, teacher_temperature
-            )
             # At epsilon 1, the network does not matter.
-            progress.returns["random"] = evaluate("random", teacher, teacher_params, episodes, epsilon=1.0)
-            for name in ("teacher", "random"):
-                writer.add_scalar(f"charts/{name}/avg_episodic_return", np.mean(progress.returns[name]), 0)
+            for name, epsilon in (("teacher", args.end_e), ("random", 1.0)):
+                returns = evaluate(name, teacher, teacher_params, episodes, epsilon, teacher_temperature)
+                progress.returns[name] = returns
+                writer.add_scalar(f"charts/{name}/avg_episodic_return", np.mean(returns), 0)
         teacher_return = float(np.mean(progress.returns["teacher"]))
         random_return = float(np.mean(progress.returns["random"]))
         if teacher_return <= random_return:
-            returns = (
-                f"the teacher's return ({teacher_return:.1f}) is not above the random policy's ({random_return:.1f})"
+            problem = (
+                f"the teacher's return, {teacher_return:.1f}, is not above the random policy's, {random_return:.1f}"
             )
-            print(f"WARNING: {returns}; λ is {args.distill_coefficient:g} until the student reaches it, then 0")
+            print(f"WARNING: {problem}; λ is {args.distill_coefficient:g} until the student reaches it, then 0")
 
         if args.offline_steps > 0 and not progress.offline_finished:
             replay = Replay(args.teacher_steps, envs.num_actions, args)
@@ -648,8 +648,8 @@ def main(args: Args) -> None:
                 checkpoint.save(state, replay)
 
             # ==================== offline: learn from the teacher's data ====================
-            # A divisor of all these, so that logs, evaluations and target network updates are due between two calls.
-            # A GPU is slow if it is 1.
+            # In this phase, a step is an update. A call makes a number of them that divides all these, so that logs,
+            # evaluations and target network updates are due between two calls. If it is 1, a GPU is slow.
             per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
             steps = range(progress.offline_update, args.offline_steps, per_call)
             start_time = time.perf_counter()
@@ -676,7 +676,7 @@ def main(args: Args) -> None:
             state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
             progress.offline_finished = True
             del replay  # before the online replay buffer is made: memory holds one of them
-            checkpoint.save(state)
+            checkpoint.save(state)  # without a replay buffer: that of the next save is another one
 
         # ==================== online: learn from the student's own data ====================
         if progress.online_step < args.total_timesteps:
@@ -693,7 +693,7 @@ def main(args: Args) -> None:
                 global_step = args.offline_steps + step  # offline updates count as steps
                 next_step = step + args.num_envs
                 # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
-                if times_due(max(step - args.num_envs, 0), step, args.online_eval_frequency):
+                if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
                     evaluate_student("online", step, global_step, replay)
                 q_values = q_values_of(q_network, state.params, observation)
                 teacher_q_values = q_values_of(teacher, teacher_params, observation)

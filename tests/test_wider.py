@@ -27,7 +27,7 @@ from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.errors import UserError
 
 GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
-SIZES = "--num-envs 2 --teacher-steps 60 --offline-steps 4 --offline-eval-frequency 4 --total-timesteps 60 "
+SIZES = "--num-envs 2 --teacher-steps 60 --offline-steps 3 --offline-eval-frequency 3 --total-timesteps 60 "
 SIZES += "--buffer-size 60 --learning-starts 20 --train-frequency 8 --batch-size 2 "
 SIZES += "--teacher-eval-episodes 1 --eval-episodes 2 --end-e 0.2 "
 CHANGES = {  # the script, and lines of it with their replacements
@@ -113,7 +113,7 @@ def test_enjoy_plays_the_model_with_the_copy(student: Student, tmp_path: Path, m
     returns = enjoy.main(enjoy.Args(**flags, epsilon=0.2, script=student.path))
     assert returns.tolist() == [value for _, value in read_scalars(student.run_dir)["eval/episodic_return"]]
     assert returns.sum() > 0
-    for model in (student.model, student.model.with_stem(f"{student.path.stem}-offline-4")):
+    for model in (student.model, student.model.with_stem(f"{student.path.stem}-offline-3")):
         with pytest.raises(UserError, match=re.escape(str(model))) as refused:
             student.script.load_model(model, NUM_ACTIONS, 1.0)
         assert len(str(refused.value).splitlines()) == 1
