@@ -127,8 +127,8 @@ class Checkpoint:
         self._replay_loaded = loaded["replay"]
         of_newest = {f"{self._number:06d}.state", *(segment.file for segment in self._segments)}
         self._kept = [of_newest, {path.name for path in self.directory.iterdir()}]
-        if loaded["versions"] != versions():
-            print(f"WARNING: the run used {loaded['versions']}, and now {versions()}: results can differ")
+        if loaded["versions"] != versions(self.args):
+            print(f"WARNING: the run used {loaded['versions']}, and now {versions(self.args)}: results can differ")
         with user_errors(f"--resume {self.run_dir}: the checkpoint does not fit this script", USE_THE_SAME):
             for name, part in self.state.items():
                 load(part, serialised[name])
@@ -244,7 +244,7 @@ class Checkpoint:
             state = {
                 "script": script_of(self.args).stem,
                 "flags": dataclasses.asdict(self.args),
-                "versions": versions(),
+                "versions": versions(self.args),
                 "members": list(serialised),
                 "segments": segments,
                 "replay": None,

@@ -104,7 +104,7 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
 ---
 # {args.exp_name} on {args.env_id}
 Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole episodes, unclipped rewards),
-with {versions()}.
+with {versions(args)}.
 To watch it play, to use it as a teacher and to train it again:
 ```bash
 python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game} --epsilon {args.end_e} \\

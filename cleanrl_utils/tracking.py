@@ -43,9 +43,9 @@ def game_flags(args: Any) -> list[str]:
     return ["--env-id", args.env_id, *flags]
 
 
-def versions() -> str:
+def versions(args: Any) -> str:
     """Return the versions of the packages that decide results: ``ale-py 0.12.1, gymnasium 1.4.0, torch 2.13.0``."""
-    packages = ["ale-py", "gymnasium", *(name for name in ("torch", "jax") if name in sys.modules)]
+    packages = ["ale-py", "gymnasium", "torch" if hasattr(args, "cuda") else "jax"]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
 
 
@@ -164,7 +164,7 @@ def start_logging(args: Any, **more: Any) -> tuple[Path, Writer]:
     if args.resume is None:
         writer.purge(0)
         command = shell_command(["python", *sys.argv])
-        writer.add_flags({**vars(args), "command": command, "versions": versions(), **more})
+        writer.add_flags({**vars(args), "command": command, "versions": versions(args), **more})
     return run_dir, writer
 
 

@@ -911,11 +911,11 @@ def test_resumed_under_other_versions(
 ) -> None:
     """Versions are in the table of flags, and a run that is resumed under others prints both in a warning."""
     (table,) = EventAccumulator(str(stopped)).Reload().Tensors("hyperparameters")
-    packages = ("ale-py", "gymnasium", "torch", "jax")
+    packages = ("ale-py", "gymnasium", "torch")
     was = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
     assert f"|versions|{was}|" in table.tensor_proto.string_val[0].decode()
     now = was.replace("ale-py ", "ale-py 9.")
-    monkeypatch.setattr(checkpoint_module, "versions", lambda: now)
+    monkeypatch.setattr(checkpoint_module, "versions", lambda args: now)
     resume(qdagger, stopped)
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: the run used")]
     assert was in warning
