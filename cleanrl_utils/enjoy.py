@@ -59,7 +59,7 @@ def import_script(path: Path) -> ModuleType:
     """Import a script that loads models."""
     remedy = f"give another --script, such as {choose_script('')}"
     # A script exits if its library is missing.
-    with user_errors(f"{str(path)!r} cannot be imported", remedy, (Exception, SystemExit)):
+    with user_errors(f"{path.as_posix()!r} cannot be imported", remedy, (Exception, SystemExit)):
         spec = importlib.util.spec_from_file_location("script", path)
         script = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(script)

@@ -61,7 +61,8 @@ def find_model(repo: str, exp_name: str) -> Path:
     remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
     embedded = Path("teachers", path.name)
     if not is_local:
-        problem = f"there is no {str(path.resolve())!r}, and no model can be loaded from the hub repository {repo!r}"
+        missing = path.resolve().as_posix()
+        problem = f"there is no {missing!r}, and no model can be loaded from the hub repository {repo!r}"
     if not is_local and embedded.exists():
         remedy = f"give {embedded}, a teacher of this project"
     with user_errors(problem, remedy):
@@ -119,7 +120,7 @@ def read_model(
     remedy = "docs/teachers.md lists the agents that can teach"
     if path.suffix != ".zip":
         remedy += "; a network of your own is read by the script that saved it"
-    with user_errors(f"{str(path)!r} is not a usable model", remedy):  # a damaged file can raise almost any exception
+    with user_errors(f"{path.as_posix()!r} is not a usable model", remedy):  # a damaged file can raise almost any
         arrays = read_arrays(path)
         is_policy = False
         if shapes(arrays) not in [shapes(network) for network in networks.values()]:

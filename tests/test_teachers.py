@@ -312,7 +312,7 @@ def check_unusable(folder, data, *messages):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(qdagger_jax, "QNetwork", SmallFlaxNetwork)
             text = read_error(path, data, script)
-        assert text.startswith(f"{str(path)!r} is not a usable model: ")
+        assert text.startswith(f"{path.as_posix()!r} is not a usable model: ")
         assert message in text
         assert text.isprintable()
         assert len(text) < 500 + len(str(path))

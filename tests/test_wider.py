@@ -114,7 +114,7 @@ def test_enjoy_plays_the_model_with_the_copy(student: Student, tmp_path: Path, m
     assert returns.tolist() == [value for _, value in read_scalars(student.run_dir)["eval/episodic_return"]]
     assert returns.sum() > 0
     for model in (student.model, student.model.with_stem(f"{student.path.stem}-offline-3")):
-        with pytest.raises(UserError, match=re.escape(str(model))) as refused:
+        with pytest.raises(UserError, match=re.escape(model.as_posix())) as refused:
             student.script.load_model(model, NUM_ACTIONS, 1.0)
         assert len(str(refused.value).splitlines()) == 1
 
