@@ -439,9 +439,9 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/SPS", int(sps), global_step)
                     writer.add_scalar("charts/epsilon", epsilon, global_step)
                 if times_due(updates_before, progress.update, updates_per_log):
+                    check_finite(losses)
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-                    check_finite(losses)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs

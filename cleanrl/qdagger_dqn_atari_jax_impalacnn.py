@@ -665,12 +665,12 @@ def main(args: Args) -> None:
 
                 progress.offline_update = next_step
                 if next_step % LOG_EVERY == 0:  # seldom, since reading a value synchronises with a GPU
+                    check_finite(losses)
                     writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
                     writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
                     writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
                     updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
                     writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-                    check_finite(losses)
                 checkpoint.save_if_due(state, replay)
             evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
             state = update_target(state, 1.0)  # the online phase starts with an up-to-date target network
@@ -727,9 +727,9 @@ def main(args: Args) -> None:
                     writer.add_scalar("charts/epsilon", epsilon, global_step)
                     writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
                 if times_due(updates_before, progress.online_update, updates_per_log):
+                    check_finite(losses)
                     for name, term in losses._asdict().items():
                         writer.add_scalar(f"losses/{name}", term.item(), global_step)
-                    check_finite(losses)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs

@@ -813,6 +813,36 @@ def test_diverged(script: Any, counters: dict, teacher: Path, evaluations: list[
     assert_same_steps(run_dir, expected)
 
 
+@pytest.mark.parametrize(
+    ("script", "offline_steps"),
+    [(qdagger, 4), (qdagger, 0), (qdagger_jax, 4), (qdagger_jax, 0), (dqn_atari, 0), (dqn_atari_jax, 0)],
+)
+def test_diverged_losses(
+    script: Any, offline_steps: int, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that is NaN ends the run when it would be logged, also where the weights are still finite."""
+    make_update = script.make_update
+
+    def make_diverging(*args: Any) -> Any:
+        update = make_update(*args)
+
+        def diverging(*args: Any) -> Any:
+            result = update(*args)
+            if hasattr(script, "jax"):
+                return result[0], result[1]._replace(td_loss=result[1].td_loss * np.nan)
+            return result._replace(td_loss=result.td_loss * np.nan)
+
+        return diverging
+
+    monkeypatch.setattr(script, "make_update", make_diverging)
+    monkeypatch.setattr(script, "LOG_EVERY", 4)
+    with pytest.raises(UserError, match="diverged"):
+        script.main(args_of(script, teacher, offline_steps=offline_steps, total_timesteps=60))
+    assert set(evaluations) <= {"teacher", "random"}
+    points = read_scalars(only(Path("runs").iterdir()))
+    assert not [tag for tag in points if "loss" in tag]
+
+
 # ==================== flags ====================
 
 

@@ -420,6 +420,18 @@ def test_command_lines_of_cleanrl(
         assert "--num-envs is 1 instead of 16" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("script", "name"), [(qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax")])
+def test_default_teacher(script: Any, name: str, run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is CleanRL's agent of this library on the hub, with seed 1."""
+
+    def find_model(*names: str) -> None:
+        raise UserError(" ".join(names))
+
+    monkeypatch.setattr(script, "find_model", find_model)
+    with pytest.raises(UserError, match=f"^cleanrl/ALE-Pong-v5-{name}-seed1 {name}$"):
+        run(script, script.Args(env_id="ALE/Pong-v5", num_envs=1, seed=3, buffer_size=1000, teacher_steps=1000))
+
+
 def test_sizes_that_do_not_divide_each_other(teacher: Path, run: Callable, no_evaluations: list) -> None:
     """They run, also where the run ends before losses are logged."""
     flags = {"offline_steps": 0, "num_envs": 1, "total_timesteps": 150}

@@ -276,6 +276,7 @@ def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch
     recv = qdagger_jax.AtariEnvs.recv
     monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", lambda envs: counts.append(len(compiled)) or recv(envs))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(qdagger_jax, "LOG_EVERY", 8)  # the check of the logged losses is compiled too
     flags = {"num_envs": 8, "buffer_size": 160, "offline_steps": 0, "total_timesteps": 240, "learning_starts": 80}
     args = tiny(write_teacher(tmp_path / "teacher"), **flags, train_frequency=4, target_network_frequency=40)
     qdagger_jax.main(twin(args, qdagger_jax))

@@ -189,6 +189,12 @@ class Recorder:
             values = {**self.made, **bound(update, args, kwargs)}
             data = (values["ring"] is self.replay.ring, values["low"], values["high"])
             expected_data = (True, *self.replay.window)
+            if self.gradient_steps == 0:  # the target network begins as a copy
+                if self.is_jax:
+                    pairs = zip(*map(jax.tree.leaves, values["state"][:2]), strict=True)
+                else:
+                    pairs = zip(values["q_network"].parameters(), values["target_network"].parameters(), strict=True)
+                assert all(bool((array == copied).all()) for array, copied in pairs)
             result = update(*args, **kwargs)
             losses = result
             if self.is_jax:
