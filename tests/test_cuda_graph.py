@@ -158,7 +158,7 @@ def test_tensors_as_arguments(graphs: list[RecordedGraph]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(torch.ones(1), torch.arange(3.0)), (torch.ones(3), torch.arange(3)), (1, 0.5)]
+    ("one", "other"), [(torch.arange(3.0), torch.ones(1)), (torch.ones(3), torch.arange(3)), (1, 0.5)]
 )
 def test_arguments_of_other_shapes_and_types(one: Any, other: Any, graphs: list[RecordedGraph]) -> None:
     """They are neither broadcast to the shape nor rounded to the type of those in a captured graph."""

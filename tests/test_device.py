@@ -17,8 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
+from helpers import tiny, twin
+from torch.nn.modules.module import register_module_forward_hook
 
 from cleanrl_utils import device
 from cleanrl_utils.benchmark import Job, run_locally
@@ -70,6 +73,26 @@ def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.M
     assert (picked.type, torch.get_num_threads(), bf16) == ("cuda", 1, dtype == "bfloat16")
     torch.set_num_threads(threads)
     assert memory_format is (torch.channels_last if bf16 else torch.contiguous_format)
+
+
+@pytest.mark.usefixtures("small_networks", "no_evaluations")
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_networks_have_the_memory_format_of_the_device(
+    script: Any, memory_format: torch.memory_format, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All convolutions of a run compute in it, those of the teacher too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(script, "set_up_torch", lambda *_: (torch.device("cpu"), False, memory_format))
+    in_format = set()
+
+    def note(layer: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
+        if isinstance(layer, torch.nn.Conv2d):
+            in_format.add(output.is_contiguous(memory_format=memory_format))
+
+    with register_module_forward_hook(note):
+        script.main(twin(tiny(teacher), script))
+    assert in_format == {True}
 
 
 def test_a_gpu_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,18 +352,19 @@ def check_failure(result, reason):
     return shlex.split(command)
 
 
+@pytest.mark.parametrize("failing", ["commit", "create"])
 @pytest.mark.parametrize("entity", ["", "lab"])
-def test_command_of_a_failed_upload_uploads(entity, upload, hub, tmp_path, monkeypatch):
-    """It uploads all that the run would have uploaded, after a hub that was down or full."""
-    for failing in ("commit", "create"):
-        with monkeypatch.context() as patch:
-            if failing == "commit":
-                patch.setattr(hub, "commit_status", 500)
-            else:
-                patch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: 1 / 0)
-            reason = "500 Internal Server Error" if failing == "commit" else "division by zero"
-            command = check_failure(upload(hf_entity=entity), reason)
-        assert not hub.commits
+def test_command_of_a_failed_upload_uploads(entity, failing, upload, hub, tmp_path, monkeypatch):
+    """It uploads all that the run would have uploaded, after a hub that was full or down."""
+    with monkeypatch.context() as patch:
+        if failing == "commit":
+            patch.setattr(hub, "commit_status", 500)
+            reason = "500 Internal Server Error"
+        else:
+            patch.setattr("huggingface_hub.HfApi.create_repo", lambda *_, **__: 1 / 0)
+            reason = "division by zero"
+        command = check_failure(upload(hf_entity=entity), reason)
+    assert not hub.commits
     command[0] = str(Path(sys.executable).with_name(command[0]))
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -180,7 +180,7 @@ def test_edited_convolution(change: dict[str, Any], gpu: bool, monkeypatch: pyte
     expected = sequence.res_block1(sequence.res_block0(F.max_pool2d(declared(x), 3, 2, 1)))
     channels = []
     conv2d = F.conv2d
-    monkeypatch.setattr(F, "conv2d", lambda x, *args: channels.append(x.shape[1]) or conv2d(x, *args))
+    monkeypatch.setattr(F, "conv2d", lambda x, *args, **kw: channels.append(x.shape[1]) or conv2d(x, *args, **kw))
     torch.testing.assert_close(sequence(x), expected)
     assert channels[0] == (8 if gpu and "groups" not in change else 4)
 
