@@ -31,7 +31,7 @@ speed() {
 }
 
 tests() {
-    # After SIGINT, pytest still reports the failures so far.
+    # After SIGINT, pytest still reports the failures so far, unless a script's `main` in its process takes the signal.
     QDAGGER_TEST_GPU=1 timeout --signal INT --kill-after 5 "$(left)" \
         "$python" -m pytest -m gpu tests/test_gpu.py -vv --tb=short
 }
