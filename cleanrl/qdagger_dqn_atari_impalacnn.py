@@ -78,7 +78,7 @@ class Args:
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: float = 10
-    """minutes between checkpoints, which are also saved at evaluations, between phases and when stopped; 0 disables"""
+    """minutes between checkpoints, which are also saved at evaluations, after phases and when stopped; 0: none"""
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
@@ -120,7 +120,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
-    """the name of the teacher's file without .cleanrl_model or .zip; the default accepts an only model of any name"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default, a single model may have any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -403,7 +403,7 @@ def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor
 
 
 class Losses(NamedTuple):
-    """The loss, its terms and the mean Q-value, which are logged by these names."""
+    """The loss, its terms and the mean Q-value, which the online phase logs by these names."""
 
     loss: torch.Tensor
     td_loss: torch.Tensor

@@ -71,7 +71,7 @@ class Args:
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: float = 10
-    """minutes between checkpoints, which are also saved at evaluations, between phases and when stopped; 0 disables"""
+    """minutes between checkpoints, which are also saved at evaluations, after phases and when stopped; 0: none"""
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
@@ -113,7 +113,7 @@ class Args:
     teacher_policy_hf_repo: str | None = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari_jax"
-    """the name of the teacher's file without .cleanrl_model or .zip; the default accepts an only model of any name"""
+    """the name of the teacher's file without .cleanrl_model or .zip; by default, a single model may have any name"""
     teacher_eval_episodes: int = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: int = 500000
@@ -410,7 +410,7 @@ def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
 
 
 class Losses(NamedTuple):
-    """The loss, its terms and the mean Q-value, which are logged by these names."""
+    """The loss, its terms and the mean Q-value, which the online phase logs by these names."""
 
     loss: jax.Array
     td_loss: jax.Array
