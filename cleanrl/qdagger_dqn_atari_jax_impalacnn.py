@@ -33,7 +33,6 @@ from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, summarise
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import find_model, read_model
 from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
 
@@ -156,6 +155,22 @@ class Progress:
 Conv3x3 = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1)
 # bfloat16 and TF32 would round away the differences between actions.
 LastDense = functools.partial(nn.Dense, dtype=jnp.float32, precision="highest")
+
+
+def largest(first: jax.Array, second: jax.Array, third: jax.Array) -> jax.Array:
+    """Return the largest of three elements. The gradient goes to the first of equal ones, as in PyTorch."""
+    return jnp.where(second > first, jnp.where(third > second, third, second), jnp.where(third > first, third, first))
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """Max-pool with 3×3 windows, stride 2 and padding 1: (B, H, W, C) → (B, ⌈H/2⌉, ⌈W/2⌉, C).
+
+    Its gradient takes less time on a CPU than that of `flax.linen.max_pool`.
+    """
+    padding = (0, 0), (1, x.shape[1] % 2), (1, x.shape[2] % 2), (0, 0)
+    x = jnp.pad(x, padding, constant_values=-jnp.inf)
+    x = largest(x[:, :, :-2:2], x[:, :, 1:-1:2], x[:, :, 2::2])
+    return largest(x[:, :-2:2], x[:, 1:-1:2], x[:, 2::2])
 
 
 class ResidualBlock(nn.Module):

@@ -39,7 +39,6 @@ from helpers import (
     write_teacher,
 )  # fmt: skip
 
-from cleanrl_utils.max_pool import max_pool
 from cleanrl_utils.models import flax_to_torch
 
 A = 6
@@ -135,13 +134,14 @@ def test_initial_weights(script: Any) -> None:
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 7), (11, 6)])
 def test_max_pool_is_that_of_flax(height: int, width: int) -> None:
     """Value and gradient are the same, also where a window has several maxima."""
+    our_pool = qdagger_jax.max_pool
 
     def flax_pool(x: jax.Array) -> jax.Array:
         return flax.linen.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
 
     @jax.jit
     def pool_both(x: jax.Array, gradient: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        return [(pooled, pull(gradient)[0]) for pooled, pull in (jax.vjp(pool, x) for pool in (max_pool, flax_pool))]
+        return [(pooled, pull(gradient)[0]) for pooled, pull in (jax.vjp(pool, x) for pool in (our_pool, flax_pool))]
 
     rng = np.random.default_rng(height)
     for values in (2, 3, 1000):
