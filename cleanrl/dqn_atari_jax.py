@@ -386,11 +386,11 @@ def main(args: Args) -> None:
         action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
+            checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
             q_values = np.asarray(q_values_of(state.params, observation))
             return epsilon_greedy(q_values, args.end_e, action_rng)
 
-        with checkpoint.stop_at_once():  # a signal ends the evaluation
-            return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
+        return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
     with writer, checkpoint:  # a signal stops the run after a checkpoint
         # ==================== training ====================

@@ -601,11 +601,11 @@ def main(args: Args) -> None:
         action_rng = np.random.default_rng(seed)
 
         def act(observation: np.ndarray) -> np.ndarray:
+            checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
             q_values = np.asarray(q_values_of(network, params, observation))
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        with checkpoint.stop_at_once():  # a signal ends the evaluation
-            return play_episodes(name, act, episodes, make_envs, seed, video_dir)
+        return play_episodes(name, act, episodes, make_envs, seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
         """Save a checkpoint, evaluate the student in ``state``, log its mean return and save its weights."""

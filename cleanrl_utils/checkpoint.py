@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -45,10 +45,6 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGBREAK", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIG
 USE_THE_SAME = "resume it with the script and packages that started it"
 CHECKPOINT_FILE = re.compile(r"(\d+\.state|\d+-\d+-[0-9a-f]{8}\.replay)(\.tmp)?")
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
-
-
-class Stopped(BaseException):
-    """Raised by the handler of a signal in :meth:`Checkpoint.stop_at_once`."""
 
 
 class FileHash:
@@ -111,7 +107,6 @@ class Checkpoint:
         self._replay_loaded: dict[str, Any] | None = None
         self._last_save = time.monotonic()
         self._signal: signal.Signals | None = None
-        self._stop_at_once = False
         self._handlers: dict[int, Any] = {}
 
     def restore(self, train_state: Any = None) -> Any:
@@ -122,7 +117,10 @@ class Checkpoint:
         """
         if self.args.resume is None:
             return train_state
-        self._number, loaded, serialised = load_checkpoint(self.run_dir, script_of(self.args).stem, True)
+        self._number, loaded, serialised = load_checkpoint(self.run_dir, script_of(self.args).stem)
+        newest = max(self.directory.glob("*.state"))
+        if newest.stem != f"{self._number:06d}":
+            print(f"WARNING: {newest} is damaged; resuming from the checkpoint before", file=sys.stderr)
         self._segments = [Segment(*segment) for segment in loaded["segments"]]
         self._replay_loaded = loaded["replay"]
         of_newest = {f"{self._number:06d}.state", *(segment.file for segment in self._segments)}
@@ -146,12 +144,10 @@ class Checkpoint:
                     self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Handle signals as before. Exit if one came after the last save: a resumed run repeats the rest."""
+    def __exit__(self, *_: object) -> None:
+        """Handle signals as before."""
         while self._handlers:
             signal.signal(*self._handlers.popitem())
-        if kind in (None, Stopped):
-            self._exit_if_signalled()
 
     def restore_replay(self, replay: Any) -> None:
         """Fill ``replay`` with the replay buffer of the checkpoint, and truncate its episodes.
@@ -162,8 +158,12 @@ class Checkpoint:
         with user_errors(f"--resume {self.run_dir}: the replay buffer can't be restored", USE_THE_SAME):
             if self._replay_loaded is None:
                 raise ValueError("it was deleted at the end of the training: leave --total-timesteps out")
+            names = [f"{name}.npy" for name in replay.ring._fields]
             for segment in self._segments:  # in this order: later steps take the slots of earlier ones
-                members = read_zip(self.directory / segment.file, [f"{name}.npy" for name in replay.ring._fields])
+                path = self.directory / segment.file
+                remedy = "restore it from a backup, or delete the newest .state to resume from the checkpoint before"
+                with user_errors(f"{path} can't be read", remedy):
+                    members = read_zip(path, names)
                 arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
                 write_ring(replay, segment.low % replay.length, arrays)
             replay.steps_added = self._replay_loaded["steps_added"]
@@ -191,19 +191,13 @@ class Checkpoint:
         minutes = self.args.checkpoint_minutes
         if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
             self.save(train_state, replay)
-            self._exit_if_signalled()
+            self.exit_if_signalled()
 
-    @contextlib.contextmanager
-    def stop_at_once(self) -> Iterator[None]:
-        """Exit with 128 + its number as soon as a signal comes: for work that a resumed run repeats."""
-        try:
-            self._stop_at_once = True
-            self._exit_if_signalled()  # it came before this block
-            yield
-        except Stopped:
-            self._exit_if_signalled()
-        finally:
-            self._stop_at_once = False
+    def exit_if_signalled(self) -> None:
+        """Exit with 128 + its number if a signal came: for work that a resumed run repeats, such as an evaluation."""
+        if self._signal:
+            tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
+            sys.exit(128 + self._signal)
 
     def finish(self) -> None:
         """End the run: write an empty file ``finished``, and delete the checkpoints."""
@@ -216,13 +210,6 @@ class Checkpoint:
             # tqdm and print are not reentrant, and the signal may have interrupted one of them.
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._signal.name}: stopping\n".encode())
-            if self._stop_at_once:
-                raise Stopped
-
-    def _exit_if_signalled(self) -> None:
-        if self._signal:
-            tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
-            sys.exit(128 + self._signal)
 
     def _how_to_resume(self) -> str:
         if not self._kept:
@@ -294,41 +281,30 @@ class Checkpoint:
         return segment
 
 
-def load_checkpoint(run_dir: Path, script: str, check_replay: bool = False) -> tuple[int, dict[str, Any], dict]:
-    """Return number, state and serialised objects of the newest undamaged checkpoint; UserError if there is none.
-
-    With ``check_replay`` the replay buffer is read as well, and a damaged checkpoint gives a warning.
-    """
+def load_checkpoint(run_dir: Path, script: str) -> tuple[int, dict[str, Any], dict[str, bytes]]:
+    """Return number, state and serialised objects of the newest undamaged checkpoint; UserError if there is none."""
     if not run_dir.is_dir():
         raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
     problems = []
     for path in sorted((run_dir / "checkpoint").glob("*.state"), reverse=True):
         try:
-            number = int(path.stem)
             state = json.loads(read_zip(path, ["state.json"])["state.json"])
             serialised = read_zip(path, state.get("members", ()))
-            if check_replay:
-                for file, *_ in state["segments"]:
-                    read_zip(path.parent / file, state["replay"]["members"])
+        except PermissionError as error:  # the file may be undamaged, and would be overwritten
+            raise UserError(f"{one_line(error)}; allow it, or close the program that has it open") from error
         except Exception as error:  # a damaged file can raise almost anything
-            if isinstance(error.__cause__, PermissionError):  # the file may be undamaged, and would be overwritten
-                remedy = "allow it, or close the program that has it open"
-                raise UserError(f"--resume {run_dir}: {one_line(error.__cause__)}; {remedy}") from error
             problems.append(f"{path.name}: {one_line(error)}")
-            if check_replay:
-                print(f"WARNING: {path} is damaged ({one_line(error)}); trying the checkpoint before", file=sys.stderr)
             continue
         if state["script"] != script:
             raise UserError(f"--resume {run_dir} is a run of {state['script']}.py; resume it with that script")
         if "members" not in state:
             raise UserError(f"--resume {run_dir}: an earlier version of this script saved it; {USE_THE_SAME}")
-        return number, state, serialised
+        return int(path.stem), state, serialised
     if problems:
         what = f"no checkpoint in {run_dir} is undamaged ({'; '.join(problems)})"
         raise UserError(f"{what}; restore the directory from a backup, or start a new run")
-    if not any(run_dir.glob("events.out.tfevents.*")):
-        raise UserError(f"--resume {run_dir}: it is not the directory of a run; give runs/{{run_name}}")
-    raise UserError(f"there is no checkpoint in {run_dir}: this run is finished, or has not saved one yet")
+    problem = f"--resume {run_dir}: there is no checkpoint in it"
+    raise UserError(f"{problem}; the run is finished or has not saved one yet, or give the directory of a run")
 
 
 def is_torch(value: Any) -> bool:

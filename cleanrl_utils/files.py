@@ -75,6 +75,6 @@ def lock_run(run_dir: Path) -> FileLock:
 
 
 def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Read members of a zip file, which has a checksum for each; raise a UserError if it is damaged."""
-    with user_errors(f"{path.name} can't be read", "it is damaged"), retry(lambda: zipfile.ZipFile(path)) as file:
+    """Read members of a zip file. It has a checksum for each, so a damaged file raises an exception."""
+    with retry(lambda: zipfile.ZipFile(path)) as file:
         return {name: file.read(name) for name in members}

@@ -102,7 +102,7 @@ def test_a_checkpoint_that_stays_open_elsewhere_is_not_taken_for_damaged(refuse:
     write_states(tmp_path)
     refuse(zipfile, "ZipFile", 20)
     with pytest.raises(UserError, match=r"000002\.state.*close the program"):
-        load_checkpoint(tmp_path, "dqn_atari", check_replay=True)
+        load_checkpoint(tmp_path, "dqn_atari")
 
 
 def test_an_event_file_that_stays_open_elsewhere_is_named(refuse: Callable, tmp_path: Path) -> None:
