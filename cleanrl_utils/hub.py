@@ -1,6 +1,7 @@
 """Upload a trained model to the Hugging Face Hub."""
 
 import functools
+import pprint
 import shlex
 import shutil
 import sys
@@ -15,7 +16,7 @@ from huggingface_hub import constants, utils
 
 from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.tracking import VIDEOS, changed_flags, game_flags, script_of, versions
+from cleanrl_utils.tracking import VIDEOS, game_flags, script_of, versions
 
 NEEDS = "--upload-model needs a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset"
 
@@ -98,18 +99,20 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     if not hasattr(args, "teacher_policy_hf_repo"):
         qdagger = f"qdagger_dqn_atari{'' if hasattr(args, 'cuda') else '_jax'}_impalacnn.py"
     game = shlex.join(game_flags(args))
-    train = ["python", f"cleanrl/{script}", *changed_flags(args)]
     return f"""---
 {metadata.to_yaml()}
 ---
 # {args.exp_name} on {args.env_id}
 Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole episodes, unclipped rewards),
 with {versions(args)}.
-To watch it play, to use it as a teacher and to train it again:
+To watch it play, and to use it as a teacher:
 ```bash
 python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game} --epsilon {args.end_e} \\
     --script cleanrl/{qdagger}
 python cleanrl/{qdagger} --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name} {game}
-{shlex.join(train)}
+```
+Hyperparameters of `cleanrl/{script}`:
+```python
+{pprint.pformat(vars(args), sort_dicts=False)}
 ```
 """

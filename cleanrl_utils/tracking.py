@@ -18,7 +18,7 @@ from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
 from tqdm import tqdm
 
-from cleanrl_utils.errors import flag, shell_command, user_errors
+from cleanrl_utils.errors import shell_command, user_errors
 from cleanrl_utils.files import lock_run, retry
 
 VIDEOS = Path("videos")  # has a directory per run
@@ -47,19 +47,6 @@ def versions(args: Any) -> str:
     """Return the versions of the packages that decide results: ``ale-py 0.12.1, gymnasium 1.4.0, torch 2.13.0``."""
     packages = ["ale-py", "gymnasium", "torch" if hasattr(args, "cuda") else "jax"]
     return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-
-
-def changed_flags(args: Any) -> list[str]:
-    """Return the flags of a run that differ from the script's defaults, without ``--resume``."""
-    flags = []
-    for name, value in vars(args).items():
-        if name == "resume" or value == getattr(type(args), name, None):
-            continue
-        if isinstance(value, bool):
-            flags.append(flag(name if value else f"no_{name}"))
-        else:
-            flags += [flag(name), str(value)]
-    return flags
 
 
 def make_run_dir(args: Any) -> Path:

@@ -1,5 +1,6 @@
 """Downloads from and uploads to a hub: the real client against a server on this machine."""
 
+import ast
 import base64
 import json
 import os
@@ -327,9 +328,8 @@ def test_upload_is_one_commit_of_everything(entity, owner, upload, hub):
     assert f"{play}    --script cleanrl/qdagger_dqn_atari_impalacnn.py\n" in text
     teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
     assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
-    flags = f"{' --hf-entity lab' if entity else ''} --capture-video"
-    flags += " --repeat-action-probability 0.1 --no-cuda --learning-rate 0.5"
-    assert f"\npython cleanrl/test_hub.py{flags}\n" in text
+    hyperparameters = text.partition("`cleanrl/test_hub.py`:\n```python\n")[2].removesuffix("```\n")
+    assert ast.literal_eval(hyperparameters) == vars(Args(hf_entity=entity, **flags))
 
 
 def test_model_card_of_a_changed_script():
