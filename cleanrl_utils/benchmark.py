@@ -28,6 +28,7 @@ from typing import Literal
 
 import tyro
 
+from cleanrl_utils.device import available_cores
 from cleanrl_utils.errors import UserError, one_line_errors, shell_command, user_errors
 
 LOGS = Path("logs")
@@ -119,7 +120,7 @@ class Job:
         elif any(self.run_dir.glob("checkpoint/*.state")):
             self.state = "interrupted"
 
-    def start(self, cores: Sequence[int], environment: dict[str, str]) -> None:
+    def start(self, environment: dict[str, str]) -> None:
         """Start or resume the run, unless it is finished or another process runs it."""
         import fcntl  # not on Windows
 
@@ -138,11 +139,12 @@ class Job:
             if self.state == "interrupted":
                 command = [*command, "--resume", str(self.run_dir)]
             self.note(shlex.join(command))
-            # The script inherits the lock with its output.
+            # The script inherits the lock with its output. It ignores the signal that Slurm sends to all processes of a
+            # job, which would end a wrapper, or a script without a handler for it.
             self.process = subprocess.Popen(
                 command,
                 env=environment,
-                preexec_fn=lambda: prepare_process(cores),
+                preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -198,30 +200,17 @@ def print_table(jobs: list[Job]) -> None:
 # ==================== on this machine ====================
 
 
-def prepare_process(cores: Sequence[int]) -> None:
-    """Pin this new process, in which a run starts, to ``cores``, and leave the signal of Slurm to its runner."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-    # Slurm sends it to all processes of a job. It would end a wrapper, or a script without a handler for it.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
-def run_environment(gpus: Sequence[str], runs_per_gpu: int) -> dict[str, str]:
-    """Return the environment variables of a run on ``gpus``, each of which ``runs_per_gpu`` runs share."""
+def run_environment(worker: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of one of ``workers`` runs at a time: its share of the CPU cores and GPUs."""
     environment = os.environ | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))  # the scripts read it, too
+    runs_per_gpu = math.ceil(workers / len(gpus)) if gpus else 1
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
     if runs_per_gpu > 1 and "XLA_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses this name beside the older one
         # JAX allocates its share at the start. Alone on a GPU, the scripts take 0.92 of the memory.
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(920 // runs_per_gpu / 1000))
     return environment
-
-
-def share(items: list, worker: int, workers: int) -> list:
-    """Return one worker's part of the CPU cores or GPUs; workers share one item where there are fewer items."""
-    begin = len(items) * worker // workers
-    end = len(items) * (worker + 1) // workers
-    return items[begin : max(end, begin + 1)]
 
 
 def visible_gpus() -> list[str]:
@@ -248,9 +237,7 @@ def run_locally(jobs: list[Job], workers: int) -> int:
         job.read_state()
     waiting = [job for job in jobs if job.state != "finished"]
     workers = max(1, min(workers, len(waiting)))
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     gpus = visible_gpus()
-    runs_per_gpu = math.ceil(workers / len(gpus)) if gpus else 1
     running: dict[int, Job] = {}  # by worker
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
@@ -265,7 +252,7 @@ def run_locally(jobs: list[Job], workers: int) -> int:
                 print_state(job)
             if worker not in running and waiting and not signals:
                 job = waiting.pop(0)
-                job.start(share(cores, worker, workers), run_environment(share(gpus, worker, workers), runs_per_gpu))
+                job.start(run_environment(worker, workers, gpus))
                 if job.process:
                     running[worker] = job
                 print_state(job)

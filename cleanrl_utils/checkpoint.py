@@ -6,7 +6,8 @@
 Both are zip files, which have a checksum for each member. A state holds JSON and the libraries' own formats
 (`torch.save`, flax's msgpack); a segment holds NumPy arrays. Loading runs no code. A file gets its name when all of it
 is on the disk, and a state is written after its segments. Then files that no kept state refers to are deleted. So a
-kill at any instant leaves the previous checkpoint or the new one. The newest two are kept.
+kill at any instant leaves the previous checkpoint or the new one; so does a loss of power, on a file system with a
+journal. The newest two are kept.
 """
 
 import contextlib
@@ -15,7 +16,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import sys
@@ -23,6 +23,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -32,7 +33,7 @@ import tyro
 from tqdm import tqdm
 
 from cleanrl_utils.errors import UserError, flag, one_line, shell_command, user_errors
-from cleanrl_utils.files import atomic_write, read_zip, sync_directory
+from cleanrl_utils.files import atomic_write, read_zip, retry
 from cleanrl_utils.tracking import Writer, script_argument, script_of, versions
 
 T = TypeVar("T")
@@ -43,16 +44,7 @@ MAY_CHANGE = (  # flags that may have another value in a resumed run
 # Windows lacks some of them, and has SIGBREAK for Ctrl-Break.
 SIGNALS = ("SIGTERM", "SIGINT", "SIGBREAK", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 USE_THE_SAME = "resume it with the script and packages that started it"
-CHECKPOINT_FILE = re.compile(r"(\d+\.state|\d+-\d+-[0-9a-f]{8}\.replay)(\.tmp)?")
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
-
-
-class FileHash:
-    """The SHA-256 hash of a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.digest = hashlib.sha256(path.read_bytes()).digest()
 
 
 class Segment(NamedTuple):  # steps [low, high) of a replay buffer in a file, whose name is unique
@@ -99,12 +91,14 @@ class Checkpoint:
         self.args = args
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoint"
-        # A hash of the file as it was read: it may be moved or replaced during the run.
-        self.state = {name: FileHash(part) if isinstance(part, Path) else part for name, part in state.items()}
+        for name, part in state.items():
+            if isinstance(part, Path):
+                state[name] = hashlib.sha256(part.read_bytes()).digest()
+        self.state = state
         self._number = 0
         self._kept: list[set[str]] = []  # files of the newest checkpoint and the one before; after `restore` all
         self._segments: list[Segment] = []  # of the replay buffer that was saved last
-        self._replay_loaded: dict[str, Any] | None = None
+        self._steps_added: int | None = None  # of the replay buffer of the checkpoint that is resumed
         self._last_save = time.monotonic()
         self._signal: signal.Signals | None = None
         self._handlers: dict[int, Any] = {}
@@ -122,7 +116,7 @@ class Checkpoint:
         if newest.stem != f"{self._number:06d}":
             print(f"WARNING: {newest} is damaged; resuming from the checkpoint before", file=sys.stderr)
         self._segments = [Segment(*segment) for segment in loaded["segments"]]
-        self._replay_loaded = loaded["replay"]
+        self._steps_added = loaded["steps_added"]
         of_newest = {f"{self._number:06d}.state", *(segment.file for segment in self._segments)}
         self._kept = [of_newest, {path.name for path in self.directory.iterdir()}]
         if loaded["versions"] != versions(self.args):
@@ -156,17 +150,15 @@ class Checkpoint:
             UserError: the checkpoint has no replay buffer that fits.
         """
         with user_errors(f"--resume {self.run_dir}: the replay buffer can't be restored", USE_THE_SAME):
-            if self._replay_loaded is None:
+            if self._steps_added is None:
                 raise ValueError("it was deleted at the end of the training: leave --total-timesteps out")
-            names = [f"{name}.npy" for name in replay.ring._fields]
             for segment in self._segments:  # in this order: later steps take the slots of earlier ones
                 path = self.directory / segment.file
                 remedy = "restore it from a backup, or delete the newest .state to resume from the checkpoint before"
-                with user_errors(f"{path} can't be read", remedy):
-                    members = read_zip(path, names)
-                arrays = [np.load(io.BytesIO(data), allow_pickle=False) for data in members.values()]
+                with user_errors(f"{path} can't be read", remedy), retry(partial(np.load, path)) as file:
+                    arrays = [file[name] for name in replay.ring._fields]
                 write_ring(replay, segment.low % replay.length, arrays)
-            replay.steps_added = self._replay_loaded["steps_added"]
+            replay.steps_added = self._steps_added
             replay.truncate_episodes()
         # `truncate_episodes` changed the newest step, so its segment is written again.
         self._segments = self._segments[:-1]
@@ -222,9 +214,7 @@ class Checkpoint:
         serialised = {name: dump(part) for name, part in self.state.items()}
         if train_state is not None:
             serialised["train_state"] = dump(train_state)
-        if not self.directory.is_dir():
-            self.directory.mkdir()
-            sync_directory(self.run_dir)
+        self.directory.mkdir(exist_ok=True)
         state_file = f"{self._number + 1:06d}.state"
         try:
             segments = [] if replay is None else self._write_replay(replay)
@@ -234,11 +224,8 @@ class Checkpoint:
                 "versions": versions(self.args),
                 "members": list(serialised),
                 "segments": segments,
-                "replay": None,
+                "steps_added": None if replay is None else replay.steps_added,
             }
-            if replay is not None:
-                members = [f"{array}.npy" for array in replay.ring._fields]
-                state["replay"] = {"steps_added": replay.steps_added, "members": members}
             with atomic_write(self.directory / state_file) as file, zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("state.json", json.dumps(state))
                 for name, data in serialised.items():
@@ -264,8 +251,8 @@ class Checkpoint:
     def _delete_unneeded(self) -> None:
         """Delete the files of checkpoints that are not kept."""
         kept = set().union(*self._kept)
-        for path in self.directory.glob("*"):
-            if CHECKPOINT_FILE.fullmatch(path.name) and path.name not in kept:
+        for path in self.directory.iterdir():
+            if path.name not in kept:
                 with contextlib.suppress(OSError):  # tried again next time
                     path.unlink()
 
@@ -297,7 +284,7 @@ def load_checkpoint(run_dir: Path, script: str) -> tuple[int, dict[str, Any], di
             continue
         if state["script"] != script:
             raise UserError(f"--resume {run_dir} is a run of {state['script']}.py; resume it with that script")
-        if "members" not in state:
+        if "steps_added" not in state:
             raise UserError(f"--resume {run_dir}: an earlier version of this script saved it; {USE_THE_SAME}")
         return int(path.stem), state, serialised
     if problems:
@@ -316,8 +303,8 @@ def is_torch(value: Any) -> bool:
 
 def dump(part: Any) -> bytes:
     """Serialise the state of an object."""
-    if isinstance(part, FileHash):
-        return part.digest
+    if isinstance(part, bytes):
+        return part
     if dataclasses.is_dataclass(part):
         return json.dumps(dataclasses.asdict(part)).encode()
     if isinstance(part, np.random.Generator):
@@ -337,9 +324,9 @@ def dump(part: Any) -> bytes:
 
 def load(part: Any, data: bytes) -> Any:
     """Restore the state that :func:`dump` serialised; return the object, for JAX a new tree of arrays."""
-    if isinstance(part, FileHash):
-        if part.digest != data:
-            raise UserError(f"--resume: the run was started with another file than {part.path}; give that one")
+    if isinstance(part, bytes):
+        if part != data:
+            raise UserError("--resume: the run was started with another teacher; give its file or revision")
     elif dataclasses.is_dataclass(part):
         saved = json.loads(data)
         if saved.keys() != vars(part).keys():

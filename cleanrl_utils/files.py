@@ -32,7 +32,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # that of a full disk names no file
             error.filename = str(path)
         raise
-    sync_directory(path.parent)
 
 
 def retry(access: Callable[[], T]) -> T:
@@ -42,16 +41,6 @@ def retry(access: Callable[[], T]) -> T:
             return access()
         time.sleep(0.1)
     return access()
-
-
-def sync_directory(path: Path) -> None:
-    """Write the names of the files in a directory to the disk, where the system can do that."""
-    with suppress(OSError):  # Windows can't open a directory, and some network file systems answer EINVAL
-        directory = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def lock_run(run_dir: Path) -> FileLock:

@@ -21,7 +21,7 @@ import pytest
 import tyro
 
 from cleanrl_utils import benchmark as runner_module
-from cleanrl_utils.benchmark import Args, Job, main, make_jobs, run_locally, run_on_node, share, visible_gpus
+from cleanrl_utils.benchmark import Args, Job, main, make_jobs, run_environment, run_locally, run_on_node, visible_gpus
 from cleanrl_utils.errors import UserError
 
 pytestmark = pytest.mark.posix
@@ -262,13 +262,17 @@ def test_a_full_disk_of_the_logs_does_not_stop_the_runner():
 
 def test_runs_get_cores_and_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(runner_module, "available_cores", lambda: 7)
     assert benchmark(*BOTH, FAKE) == 0
-    for worker, name, gpus in ((0, "Pong", "3,5"), (1, "Breakout", "6,7")):
+    for name, gpu in (("Pong", "3"), ("Breakout", "5")):
         log = log_of(name)
-        cores = share(sorted(os.sched_getaffinity(0)), worker, 2)
-        assert f"cores {cores} python {sys.prefix}\n" in log
-        assert f"CUDA_VISIBLE_DEVICES {gpus}\n" in log
+        assert f"python {sys.prefix}\n" in log
+        assert f"OMP_NUM_THREADS 3\nCUDA_VISIBLE_DEVICES {gpu}\n" in log
         assert "XLA_PYTHON_CLIENT_MEM_FRACTION None\n" in log
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert benchmark(*BOTH, f"{FAKE} --steps 3") == 0
+    assert "OMP_NUM_THREADS 6\n" in log_of("Pong")
 
 
 def test_runs_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch):
@@ -299,16 +303,17 @@ GPU 2: NVIDIA A100-SXM4-40GB (UUID: GPU-d)
 
 def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
     program("nvidia-smi", "echo No devices were found 6; exit 6")
-    assert visible_gpus() == share([], 0, 2) == []
+    assert visible_gpus() == []
     program("nvidia-smi", f'test "$*" = --list-gpus && printf "{NVIDIA_SMI}"')
     assert visible_gpus() == ["GPU-a", "MIG-c", "MIG-GPU-b/7/0", "GPU-d"]
     for nothing in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
         assert visible_gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    assert [share(visible_gpus(), worker, 2) for worker in range(2)] == [["0"], ["1", "2"]]
-    assert [share(visible_gpus(), worker, 4) for worker in range(4)] == [["0"], ["0"], ["1"], ["2"]]
-    assert [share(visible_gpus(), worker, 8)[0] for worker in range(8)] == list("00011122")
+    for workers, of_workers, memory in ((2, "01", None), (4, "0120", "0.46"), (9, "012012012", "0.306")):
+        environments = [run_environment(worker, workers, visible_gpus()) for worker in range(workers)]
+        assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == list(of_workers)
+        assert {environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for environment in environments} == {memory}
 
 
 def fake_slurm(job_id: int = 7) -> None:

@@ -12,7 +12,6 @@ import pickle
 import re
 import shlex
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -175,16 +174,6 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     Path("runs").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"a run directory can't be made in .*/runs: .*; use another folder"):
         make_run_dir(Args())
-
-
-def test_a_file_system_without_fsync_of_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fsync(descriptor: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", fsync)
-    assert_newest(make_two(), 2, 5)
 
 
 def newest_segment(run_dir: Path) -> Path:
@@ -414,7 +403,7 @@ def test_kill_at_every_operation(two: Path, capfd: pytest.CaptureFixture) -> Non
     assert "damaged" not in capfd.readouterr().err, "a file had its name before it was complete"
     assert outcomes == sorted(outcomes)
     assert set(outcomes) == {2, 3}
-    assert len(outcomes) > 25
+    assert len(outcomes) > 20
 
 
 @pytest.mark.posix
@@ -436,10 +425,10 @@ def test_names_follow_contents(two: Path, monkeypatch: pytest.MonkeyPatch) -> No
     save(checkpoint, 4, replay)
     expected = []
     for name in ("4-10", "10-14", "state", "state"):
-        expected += [("sync", name), ("name", name), ("sync", "checkpoint")]
+        expected += [("sync", name), ("name", name)]
     assert [operation for operation in done if operation[0] != "delete"] == expected
     assert {name for operation, name in done if operation == "delete"} == {"state", "0-3", "3-5"}
-    assert "delete" not in {operation for operation, _ in done[:9]}
+    assert "delete" not in {operation for operation, _ in done[:6]}
 
 
 # ==================== state ====================
@@ -938,9 +927,11 @@ def rewrite_state(path: Path, **changes: Any) -> None:
 
 
 def test_run_of_an_earlier_version(stopped: Path) -> None:
-    """Its checkpoints have no list of their members, and may have other flags: one line."""
+    """Its checkpoints have other entries, and may have other flags: one line."""
     state = sorted(stopped.glob("checkpoint/*.state"))[-1]
-    rewrite_state(state, members=None, versions=None, parts=["q_network"], progress={"teacher_step": 3})
+    rewrite_state(
+        state, members=None, steps_added=None, versions=None, parts=["q_network"], progress={"teacher_step": 3}
+    )
     with pytest.raises(UserError, match=rf"--resume {re.escape(str(stopped))}: an earlier version.*with the script"):
         parse_args(qdagger.Args, ["--resume", str(stopped)])
 
@@ -967,7 +958,7 @@ def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path
     directory = write_teacher(tmp_path / "teacher")
     run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
     write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
-    with pytest.raises(UserError, match=rf"another file than {re.escape(str(directory))}.*; give that one"):
+    with pytest.raises(UserError, match="started with another teacher; give its file or revision"):
         resume(script, run_dir)
 
 
