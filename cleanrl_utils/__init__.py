@@ -4,8 +4,6 @@ import importlib.util
 import sys
 
 if not importlib.util.find_spec("tyro"):
-    activate = (
-        "activate its environment, for example `source .venv/bin/activate`, or install it: pip install -e '.[atari]'"
-    )
-    print(f"error: {sys.executable} lacks the packages of this project; {activate}", file=sys.stderr)
+    remedy = "`source .venv/bin/activate`, or `pip install -e '.[atari]'`"
+    print(f"error: {sys.executable} lacks the packages of this project; {remedy}", file=sys.stderr)
     sys.exit(2)

@@ -32,9 +32,7 @@ from cleanrl_utils.device import available_cores
 from cleanrl_utils.errors import UserError, one_line_errors, shell_command, user_errors
 
 LOGS = Path("logs")
-FINISHED = "finished"  # the file that a script writes to its run directory at its end
-NOTE = re.compile(r"^\[benchmark\] \S+ \S+ (.*)$", re.MULTILINE)
-SUBMITTED = "submitted to Slurm as "  # begins a note, which ends with the id of the job
+SUBMITTED = re.compile(r"^\[benchmark\] .* submitted to Slurm as (\S+)$", re.MULTILINE)
 # Only directories that lie directly in runs/ match. The runner resumes from them.
 RUN_DIR = re.compile(r"^run directory: (runs/[^./\n][^/\n]*)\n", re.MULTILINE)
 ROW = "{:30}  {:>4}  {:11}  {}"
@@ -57,14 +55,8 @@ class Args:
     """print the commands of all runs, or with --cluster slurm the jobs that would be submitted, and start nothing"""
     cluster: Literal["local", "slurm"] = "local"
     """where to run"""
-    slurm_partition: str | None = None
-    """the partition, as --partition of sbatch"""
-    slurm_account: str | None = None
-    """the account, as --account of sbatch"""
     slurm_time: int = 1440
     """the time limit of a job in minutes. A longer run saves a checkpoint before it, is queued again and resumes"""
-    slurm_mem_gb: int | None = None
-    """the memory of a run in GB"""
     slurm_gpus_per_task: int | None = None
     """the number of GPUs of a run"""
     slurm_total_cpus: int | None = None
@@ -103,21 +95,14 @@ class Job:
     def read_state(self) -> None:
         """Set `run_dir` and `slurm_id` from the files, and `state` to "finished", "interrupted" or "pending"."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-        notes = NOTE.findall(text)
         names = RUN_DIR.findall(text)
         self.run_dir = Path(names[-1]) if names else None
-        for note in notes:
-            if note.startswith(SUBMITTED):
-                self.slurm_id = note.removeprefix(SUBMITTED)
-
+        slurm_ids = SUBMITTED.findall(text)
+        self.slurm_id = slurm_ids[-1] if slurm_ids else None
         self.state = "pending"
-        if self.run_dir is None:
-            # CleanRL's own scripts have no checkpoints, only an exit code in the log.
-            if "exit code 0" in notes:
-                self.state = "finished"
-        elif (self.run_dir / FINISHED).exists():
+        if self.run_dir and (self.run_dir / "finished").exists():  # a script writes it at its end
             self.state = "finished"
-        elif any(self.run_dir.glob("checkpoint/*.state")):
+        elif self.run_dir and any(self.run_dir.glob("checkpoint/*.state")):
             self.state = "interrupted"
 
     def start(self, environment: dict[str, str]) -> None:
@@ -154,7 +139,6 @@ class Job:
     def finish(self, told_to_stop: bool) -> None:
         """Note the exit code of the process and set `state`, to "failed" if the run ended early by itself."""
         self.note(f"exit code {self.process.wait()}")
-        self.process = None
         self.read_state()
         if self.state != "finished" and not told_to_stop:
             self.state = "failed"
@@ -204,11 +188,11 @@ def run_environment(worker: int, workers: int, gpus: Sequence[str]) -> dict[str,
     """Return the environment variables of one of ``workers`` runs at a time: its share of the CPU cores and GPUs."""
     environment = os.environ | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))  # the scripts read it, too
-    runs_per_gpu = math.ceil(workers / len(gpus)) if gpus else 1
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
-    if runs_per_gpu > 1 and "XLA_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses this name beside the older one
+    if 0 < len(gpus) < workers and "XLA_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses both names at once
         # JAX allocates its share at the start. Alone on a GPU, the scripts take 0.92 of the memory.
+        runs_per_gpu = math.ceil(workers / len(gpus))
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(920 // runs_per_gpu / 1000))
     return environment
 
@@ -325,7 +309,7 @@ def submit(jobs: list[Job], args: Args) -> None:
     output = run_slurm(command, "change the flags --slurm-* or the variables SBATCH_*", script)
     array_id = output.strip().partition(";")[0]
     for i, job in enumerate(left):
-        job.note(f"{SUBMITTED}{array_id}_{i}")
+        job.note(f"submitted to Slurm as {array_id}_{i}")
         job.state = "queued"
     print(f"{len(left)} submitted; errors of Slurm are in {LOGS}/slurm-{array_id}_*.out")
 
@@ -340,11 +324,8 @@ def job_array(jobs: list[Job], args: Args) -> tuple[list[str], str]:
         "open-mode": "append",
         "array": f"0-{len(jobs) - 1}%{workers}",
         "ntasks": 1,
-        "partition": args.slurm_partition,
-        "account": args.slurm_account,
         "time": args.slurm_time,
         "signal": f"USR2@{min(300, 15 * args.slurm_time)}",  # the seconds before the time limit
-        "mem": f"{args.slurm_mem_gb}GB" if args.slurm_mem_gb else None,
         "gpus-per-node": args.slurm_gpus_per_task,
         "cpus-per-task": cpus,
     }

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from cleanrl_utils.errors import UserError, flag, one_line, shell_command, user_errors
 from cleanrl_utils.files import atomic_write, read_zip, retry
-from cleanrl_utils.tracking import Writer, script_argument, script_of, versions
+from cleanrl_utils.tracking import Writer, script_of, versions
 
 T = TypeVar("T")
 MAY_CHANGE = (  # flags that may have another value in a resumed run
@@ -76,12 +76,9 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
 class Checkpoint:
     """The checkpoints of a run, and in a ``with`` block its handlers of signals. `checkpoint_minutes` 0 disables both.
 
-    Args:
-        args: the flags.
-        run_dir: the run directory; the checkpoints are in ``checkpoint/``.
-        state: the state of the run by name: dataclasses of JSON values, PyTorch modules, optimizers and generators,
-            NumPy generators and the TensorBoard :class:`Writer`, all restored in place. Of a ``Path``, a hash of the
-            file is saved, and a resumed run needs the same file.
+    ``state`` is the state of the run by name: dataclasses of JSON values, PyTorch modules, optimizers and generators,
+    NumPy generators and the TensorBoard :class:`Writer`, all restored in place. Of a ``Path``, a hash of the file is
+    saved, and a resumed run needs the same file.
 
     JAX's arrays can't be restored in place. Its scripts pass a tree of them, ``train_state``, to the methods.
     A replay buffer has ``ring``, ``length``, ``steps_added`` and ``truncate_episodes`` as in the scripts.
@@ -206,7 +203,7 @@ class Checkpoint:
     def _how_to_resume(self) -> str:
         if not self._kept:
             return "start it again, as it has no checkpoint yet"
-        words = ["python", script_argument(self.args), "--resume", str(self.run_dir)]
+        words = ["python", str(script_of(self.args)), "--resume", str(self.run_dir)]
         return f"resume with: {shell_command(words)}"
 
     def _write(self, train_state: Any, replay: Any) -> None:

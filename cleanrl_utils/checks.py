@@ -30,11 +30,8 @@ PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}
 def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 1) -> None:
     """Raise a UserError if the flags of a script can't be used, or need more memory than there is.
 
-    Args:
-        args: the flags.
-        device: the device of PyTorch or JAX that holds the replay buffer.
-        step_bytes: the bytes of an environment step in a replay buffer.
-        batches_per_call: the number of batches that are sampled at once.
+    The replay buffer is on ``device``, of PyTorch or JAX, and has ``step_bytes`` bytes per environment step. A call of
+    an update samples ``batches_per_call`` batches at once.
     """
     for names, low, high in LIMITS:
         for name in names.split():
@@ -99,8 +96,7 @@ def size_problem(args: Any, num_envs: int) -> str | None:
     first = math.ceil(max(args.learning_starts, (args.n_step + 1) * num_envs) / num_envs) * num_envs
     last = math.ceil(args.total_timesteps / num_envs) * num_envs
     if last // args.train_frequency <= first // args.train_frequency:
-        start = "learning_starts" if args.learning_starts > args.n_step else "n_step"
-        lower = f"lower {flag(start)} ({getattr(args, start)}) or --train-frequency ({args.train_frequency})"
+        lower = "lower --learning-starts, --n-step or --train-frequency"
         return f"--total-timesteps {args.total_timesteps} ends before the first update; raise it, or {lower}"
     return None
 

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,13 +191,11 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabl
     """Return ``function`` as CUDA graphs, one for each signature of its arguments, or itself if not ``enabled``."""
     if not enabled:
         return function
-    graphs: dict[tuple, CudaGraph] = {}
+    graphs = defaultdict(lambda: CudaGraph(function, generator))  # by signature
 
     def call(*inputs: "float | torch.Tensor") -> Any:
         # The arguments of a graph can't change their types and shapes.
         signature = tuple(type(x) if isinstance(x, int | float) else (x.dtype, x.shape) for x in inputs)
-        if signature not in graphs:
-            graphs[signature] = CudaGraph(function, generator)
         return graphs[signature](*inputs)
 
     return call

@@ -66,8 +66,6 @@ def one_line_errors() -> Iterator[None]:
         problem = f"{error.filename or 'a log'} could not be opened or written ({error.strerror})"
         print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr, flush=True)
         sys.exit(1)
-    finally:
-        threading.excepthook = print_traceback
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Evaluation: play whole episodes, film one, print the table at the end of a run."""
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from tqdm import tqdm
 from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.errors import one_line, shell_command
 from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import VIDEOS, game_flags, script_argument
+from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
 
 Act = Callable[[np.ndarray], np.ndarray]  # from observations, uint8 (B, 4, 84, 84), to actions, int64 (B,)
 MAX_PARALLEL_EPISODES = 64
@@ -25,13 +24,8 @@ def play_episodes(
     Each episode has an environment of its own and counts whenever it ends. Counting the first ``episodes`` to end would
     over-represent short episodes. The same seed gives the same episodes.
 
-    Args:
-        name: the name of the evaluation, for the output.
-        act: the function that chooses the actions.
-        episodes: the number of episodes.
-        make_envs: returns environments for keyword arguments of :class:`AtariEnvs`, of which ``env_id`` is set.
-        seed: the seed of the environments.
-        video_dir: the directory for the video of one more episode, if one is to be filmed.
+    ``make_envs`` is the class :class:`AtariEnvs` with the flags of the game. With a ``video_dir``, one more episode is
+    filmed into this directory. The ``name`` is that of the evaluation in the output.
     """
     returns: list[float] = []
     with tqdm(total=episodes, desc=name, unit="episode", leave=False, disable=None) as bar:  # only on a terminal
@@ -53,7 +47,8 @@ def play_one_episode_each(envs: AtariEnvs, act: Act, bar: tqdm) -> list[float]:
     observation = envs.reset()
     while playing.any():
         rows = np.flatnonzero(playing)
-        padded_rows = np.resize(rows, padded_size(len(rows)))  # np.resize repeats rows at the end
+        # Padded to a power of two, since JAX compiles for each batch size. np.resize repeats rows at the end.
+        padded_rows = np.resize(rows, 1 << (len(rows) - 1).bit_length())
         actions = act(observation[padded_rows])
         action = np.zeros(envs.num_envs, np.int64)  # ended episodes get any action
         action[rows] = actions[: len(rows)]
@@ -65,14 +60,6 @@ def play_one_episode_each(envs: AtariEnvs, act: Act, bar: tqdm) -> list[float]:
                 playing[env] = False
                 bar.update()
     return returns.tolist()
-
-
-def padded_size(count: int) -> int:
-    """Return the smallest of 1, 2, 4, 8, 16, 24, … that is at least ``count``: JAX compiles for each batch size."""
-    for size in (1, 2, 4):
-        if count <= size:
-            return size
-    return 8 * math.ceil(count / 8)
 
 
 def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed: int) -> float:
@@ -104,13 +91,8 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
 def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]], distill_coefficient: float) -> None:
     """Draw ``curves.png``; print a table of all evaluations, λ at the end, and the commands that show the results.
 
-    Returns are mean ± standard deviation over episodes, and normalised to random policy = 0 % and teacher = 100 %.
-
-    Args:
-        args: the flags.
-        run_dir: the run directory.
-        returns: the episodic returns of each evaluation, by its name.
-        distill_coefficient: λ.
+    ``returns`` are the episodic returns by the name of the evaluation. The table has mean ± standard deviation, and
+    means normalised to random policy = 0 % and teacher = 100 %.
     """
     means = {name: float(np.mean(values)) for name, values in returns.items()}
     gap = means["teacher"] - means["random"]
@@ -120,8 +102,6 @@ def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]], distill
         share = f"{(means[name] - means['random']) / gap:.0%}" if gap > 0 else "-"
         print(f"  {name:<26}{means[name]:8.1f} ± {np.std(values):5.1f}{share:>10}")
     print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
-    if gap > 0 and means["final"] > means["teacher"]:
-        print(f"  The student's return is {means['final'] - means['teacher']:.1f} above its teacher's.")
     print()
     draw_run(run_dir)  # if matplotlib is installed
     if (run_dir / "curves.png").exists():
@@ -132,5 +112,5 @@ def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]], distill
         print(f"videos:              {VIDEOS / run_dir.name}")
     elif models:
         watch = ["python", "-m", "cleanrl_utils.enjoy", "--hf-repository", str(models[-1])]
-        watch += ["--script", script_argument(args), *game_flags(args), "--epsilon", str(args.end_e)]
+        watch += ["--script", str(script_of(args)), *game_flags(args), "--epsilon", str(args.end_e)]
         print(f"watch the student:   {shell_command([*watch, '--capture-video'])}")

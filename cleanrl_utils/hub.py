@@ -1,6 +1,5 @@
 """Upload a trained model to the Hugging Face Hub."""
 
-import functools
 import pprint
 import shlex
 import shutil
@@ -26,23 +25,16 @@ def repository_name(args: Any) -> str:
     return f"{args.hf_entity}/{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}".lstrip("/")
 
 
-@functools.cache  # the hub limits how often it answers
-def whoami(token: str) -> dict[str, Any]:
-    """Ask the hub for the owner and the permissions of a token."""
-    return hf.HfApi().whoami(token)
-
-
 def check_upload_possible(args: Any) -> None:
     """Raise a :class:`UserError` if ``--upload-model`` can't work: offline, no write access, an invalid name."""
     if not args.upload_model:
         return
-    token = hf.get_token()
-    if constants.HF_HUB_OFFLINE or token is None:
+    if constants.HF_HUB_OFFLINE or hf.get_token() is None:
         raise UserError(NEEDS)
     with user_errors("--upload-model has no valid repository", "change --hf-entity or --exp-name"):
         utils.validate_repo_id(repository_name(args))
     try:
-        role = whoami(token)["auth"]["accessToken"]["role"]
+        role = hf.whoami(cache=True)["auth"]["accessToken"]["role"]
     except hf.errors.HfHubHTTPError as error:
         role = "invalid" if error.response.status_code == 401 else "unknown"
     except Exception:  # there is no network now, or the token is of another kind
@@ -60,7 +52,7 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
     repo = repository_name(args)
     if not args.hf_entity:
         with suppress(Exception):  # without a network, card and command name no owner
-            repo = f"{whoami(hf.get_token())['name']}/{repo}"
+            repo = f"{hf.whoami(cache=True)['name']}/{repo}"
     script = script_of(args)
     uploaded = ["README.md", script.name, model_path.name, "events.out.tfevents.*", "videos/*", "replay.mp4"]
     try:

@@ -106,10 +106,7 @@ def read_model(
 ) -> tuple[str, Arrays, bool]:
     """Read the weights of one of ``networks`` from a model file of any format.
 
-    Args:
-        path: the file.
-        library: the library of the networks.
-        networks: arrays with the names and shapes of the weights of each network.
+    ``networks`` are those of ``library``, as arrays with the names and shapes of their weights.
 
     Returns:
         The name of the network, its weights, and whether its outputs are the logits of a policy instead of Q-values.

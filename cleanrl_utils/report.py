@@ -229,11 +229,9 @@ def table(runs: Iterable[Run]) -> str:
         seeds = str(len(known)) if len(known) == len(group) else f"{len(known)} of {len(group)}"
         steps = dict.fromkeys(f"{run.online_steps:,}" for run in known)
         measured_by = dict.fromkeys(f"{run.final_episodes} {run.measured_by} episodes" for run in known)
-        final = spread([run.final_return for run in group])
-        offline = spread([run.offline_return for run in group])
-        teacher = spread([run.teacher_return for run in group])
-        random = spread([run.random_return for run in group])
-        cells = [game, exp_name, seeds, " or ".join(steps), final, " or ".join(measured_by), offline, teacher, random]
+        columns = ("final_return", "offline_return", "teacher_return", "random_return")
+        final, *others = (spread([getattr(run, column) for run in group]) for column in columns)
+        cells = [game, exp_name, seeds, " or ".join(steps), final, " or ".join(measured_by), *others]
         lines.append(" | ".join(cells))
     return "".join(f"| {line} |\n" for line in lines)
 

@@ -26,14 +26,8 @@ VIDEOS = Path("videos")  # has a directory per run
 
 def script_of(args: Any) -> Path:
     """Return the script that was run: the file in which the class of these flags is defined."""
-    return Path(inspect.getfile(type(args)))
-
-
-def script_argument(args: Any) -> str:
-    """Return the path of the script that was run, as an argument of a command."""
-    with suppress(ValueError):  # on Windows, it is on another drive
-        return os.path.relpath(script_of(args))
-    return str(script_of(args))
+    path = Path(inspect.getfile(type(args)))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def game_flags(args: Any) -> list[str]:
@@ -116,12 +110,9 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write all points and close the file; without an exception also the W&B run, which gets the videos.
-
-        After an exception, release the run directory: a notebook may resume the run in this process.
-        """
+        """Write all points and release the run directory; without an exception, end the W&B run with its videos."""
         self._writer.close()
-        if kind is not None and self._lock is not None:
+        if self._lock is not None:
             self._lock.release()
         if self.track and kind is None:
             import wandb

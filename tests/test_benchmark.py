@@ -174,8 +174,14 @@ def test_a_run_of_another_process_is_not_started():
 def test_a_command_of_cleanrl_runs_unchanged():
     for name in ("xvfb-run", "poetry"):  # as in its benchmark/qdagger.sh
         program(name, f'shift\nPATH="{Path(sys.executable).parent}:$PATH" exec "$@"')
-    script = 'import os, sys\nprint(*sys.argv[1:], file=open("ran.txt", "a"))\n'
-    script += 'sys.exit("7" in sys.argv and not os.path.exists("mended"))\n'
+    script = """import os, sys
+print(*sys.argv[1:], file=open("ran.txt", "a"))
+if "7" in sys.argv and not os.path.exists("mended"):
+    sys.exit(1)
+run_dir = f"runs/{sys.argv[-3]}-{sys.argv[-1]}"
+print("run directory:", run_dir)
+os.makedirs(f"{run_dir}/finished")
+"""
     Path("cleanrl/qdagger_dqn_atari_impalacnn.py").write_text(script)
     block = """OMP_NUM_THREADS=1 xvfb-run -a poetry run python -m cleanrl_utils.benchmark \\
     --env-ids PongNoFrameskip-v4 BeamRiderNoFrameskip-v4 --num-seeds 2 --start-seed 6 --workers 1 \\
@@ -327,8 +333,7 @@ def fake_slurm(job_id: int = 7) -> None:
 def test_slurm_submission(capsys: pytest.CaptureFixture):
     fake_slurm()
     flags = shlex.split(f"""--env-ids Pong Breakout --command '{FAKE} --steps " 20"' --num-seeds 2 --workers 3
-        --cluster slurm --slurm-gpus-per-task 1 --slurm-ntasks 2 --slurm-total-cpus 9 --slurm-time 600
-        --slurm-mem-gb 32 --slurm-partition a --slurm-account b""")
+        --cluster slurm --slurm-gpus-per-task 1 --slurm-ntasks 2 --slurm-total-cpus 9 --slurm-time 600""")
     assert benchmark(*flags, "--dry-run") == 0
     output = capsys.readouterr()
     assert "4 pending" in output.out
@@ -336,7 +341,7 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     assert not Path("logs").exists()
     assert benchmark(*flags) == 0
     assert "4 submitted; errors of Slurm are in logs/slurm-7_*.out\n" in capsys.readouterr().out
-    lines = "array=0-3%3 cpus-per-task=5 gpus-per-node=1 mem=32GB time=600 partition=a account=b signal=USR2@300"
+    lines = "array=0-3%3 cpus-per-task=5 gpus-per-node=1 time=600 signal=USR2@300"
     assert {f"--{line}" for line in ("requeue", *lines.split())} <= set(Path("flags.txt").read_text().splitlines())
     command = shlex.join(["sbatch", *Path("flags.txt").read_text().splitlines()])
     assert output.out.startswith(f"{command}\n{Path('sbatch.sh').read_text()}\n")  # of the dry run

@@ -528,8 +528,14 @@ def test_eval_frequency_of_dqn() -> None:
     [
         ({"learning_starts": 60}, ("--learning-starts", "--total-timesteps")),
         ({"train_frequency": 61}, ("--train-frequency", "--total-timesteps")),
-        ({"learning_starts": 80_000}, ("ends before the first update; raise it, or lower --learning-starts (80000)",)),
-        ({"n_step": 80, "buffer_size": 100, "teacher_steps": 100}, ("raise it, or lower --n-step (80)",)),
+        (
+            {"learning_starts": 80_000},
+            ("ends before the first update; raise it, or lower --learning-starts",),
+        ),
+        (
+            {"n_step": 80, "buffer_size": 100, "teacher_steps": 100},
+            ("raise it, or lower --learning-starts, --n-step",),
+        ),
         ({"buffer_size": 5}, ("--buffer-size is 5; one environment and --n-step 1 need at least 6",)),
         ({"teacher_steps": 5}, ("--teacher-steps", "at least 6")),
         ({"upload_model": True, "save_model": False}, ("--upload-model", "--no-save-model")),

@@ -146,7 +146,8 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert throughput.processor().endswith(f"cores of {throughput.platform.machine()}")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "logs").mkdir()
-    assert run_locally([Job("Pong", 1, "true", ["true"])], workers=1) == 0
+    command = ["sh", "-c", "mkdir -p runs/a/finished && echo run directory: runs/a"]
+    assert run_locally([Job("Pong", 1, "script.py", command)], workers=1) == 0
 
 
 def test_jax_without_the_named_device() -> None:

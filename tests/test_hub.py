@@ -23,7 +23,7 @@ import yaml
 from huggingface_hub import constants
 
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.hub import check_upload_possible, model_card, upload_model, whoami
+from cleanrl_utils.hub import check_upload_possible, model_card, upload_model
 from cleanrl_utils.models import find_model
 from cleanrl_utils.tracking import versions
 
@@ -124,8 +124,14 @@ def serve():
 def use_hub(url, monkeypatch):
     """Let the client of this process, which read its own settings when it was imported, use another hub."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(huggingface_hub.whoami.__self__, "endpoint", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     huggingface_hub.close_session()
+
+
+def forget_tokens():
+    """Clear the hub library's cache of the owners of tokens."""
+    huggingface_hub.whoami.__self__._whoami_cache.clear()
 
 
 @pytest.fixture
@@ -137,7 +143,7 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
-    whoami.cache_clear()
+    forget_tokens()
     with serve() as server:
         use_hub(server.url, monkeypatch)
         yield server
@@ -380,7 +386,7 @@ def test_token_without_write_access(upload, hub, monkeypatch):
     hub.role = "read"
     with pytest.raises(UserError, match=r"token with write access .* the role of this token is 'read'$"):
         upload()
-    whoami.cache_clear()
+    forget_tokens()
     monkeypatch.setenv("HF_TOKEN", "hf_another")
     with pytest.raises(UserError, match=r"token with write access .* the role of this token is 'invalid'$"):
         upload()

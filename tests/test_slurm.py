@@ -27,6 +27,7 @@ CALLER = {  # of a job that the runner is started in
     "SLURM_CPUS_PER_TASK": "64",
     "SRUN_CPUS_PER_TASK": "64",
 }
+SBATCH = {"SBATCH_MEM_PER_NODE": "1G"}  # options of sbatch, as a user sets them
 first_seen: dict[str, float] = {}
 
 
@@ -37,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.copy(ROOT / "tests" / "fake_run.py", tmp_path / "cleanrl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name, value in CALLER.items():
+    for name, value in (CALLER | SBATCH).items():
         monkeypatch.setenv(name, value)
     yield
     slurm("scancel", "--me")
@@ -75,7 +76,7 @@ def eventually(condition: Callable[[], object], seconds: int = 600) -> object:
 def submit(command: str, *flags: str, env_ids: tuple[str, ...] = ("Pong", "Breakout")) -> int:
     """Run the benchmark command and return the number of submitted jobs."""
     runner = [sys.executable, "-m", "cleanrl_utils.benchmark", "--env-ids", *env_ids, "--command", command]
-    runner += ["--cluster", "slurm", "--slurm-mem-gb", "1", *flags]
+    runner += ["--cluster", "slurm", *flags]
     output = slurm(*runner)
     return sum(map(int, re.findall(r"^(\d+) submitted", output, re.MULTILINE)))
 
@@ -135,7 +136,7 @@ def test_every_step_is_logged_once_after_all_kinds_of_interruption():
 
 
 def test_a_run_that_cannot_save_is_not_requeued():
-    """A script of CleanRL with a time limit that is too short would start again for ever."""
+    """A script without checkpoints with a time limit that is too short would start again for ever."""
     Path("cleanrl/plain.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
     assert submit("python cleanrl/plain.py", "--num-seeds", "1", "--slurm-time", "1", env_ids=("Pong",)) == 1
     eventually(lambda: count("started"))

@@ -72,7 +72,7 @@ def write_states(run_dir: Path) -> None:
     (run_dir / "checkpoint").mkdir()
     for number in (1, 2):
         with zipfile.ZipFile(run_dir / f"checkpoint/00000{number}.state", "w") as file:
-            file.writestr("state.json", json.dumps({"members": [], "segments": [], "script": "dqn_atari"}))
+            file.writestr("state.json", json.dumps({"members": [], "steps_added": None, "script": "dqn_atari"}))
 
 
 def test_a_file_that_is_open_elsewhere_is_replaced_later(refuse: Callable, tmp_path: Path) -> None:
