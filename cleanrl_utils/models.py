@@ -80,12 +80,11 @@ def download_models(repo: str) -> Path:
     name, _, revision = repo.partition("@")
     try:
         return Path(hf.snapshot_download(name, revision=revision or None, **MODEL_FILES))
-    except hf.errors.LocalEntryNotFoundError as error:  # the hub can't be reached
-        cached = getattr(error, "snapshot_path", None)  # a part of the files, as after `hf download --include`
-        if cached is None:
-            raise (error.__cause__ or error) from None  # its cause is one line
+    except hf.errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
         print(f"WARNING: the hub can't be reached, and not all models of {repo} are cached")
-        return Path(cached)
+        return Path(error.snapshot_path)
+    except hf.errors.LocalEntryNotFoundError as error:  # the hub can't be reached
+        raise (error.__cause__ or error) from None  # its cause is one line
 
 
 def choose_model(directory: Path, exp_name: str) -> str:
