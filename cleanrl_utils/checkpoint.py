@@ -323,7 +323,7 @@ def load(part: Any, data: bytes) -> Any:
     """Restore the state that :func:`dump` serialised; return the object, for JAX a new tree of arrays."""
     if isinstance(part, bytes):
         if part != data:
-            raise UserError("--resume: the run was started with another teacher; give its file or revision")
+            raise UserError("--resume: the teacher is another file than at the start; give that file or revision")
     elif dataclasses.is_dataclass(part):
         saved = json.loads(data)
         if saved.keys() != vars(part).keys():

@@ -958,7 +958,7 @@ def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path
     directory = write_teacher(tmp_path / "teacher")
     run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
     write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
-    with pytest.raises(UserError, match="started with another teacher; give its file or revision"):
+    with pytest.raises(UserError, match="another file than at the start; give that file or revision"):
         resume(script, run_dir)
 
 
