@@ -319,3 +319,16 @@ def test_spinning_threads(script: str, variable: str, spins: str) -> None:
     if "GOMP" not in run.stderr:
         pytest.skip("PyTorch has another OpenMP library")
     assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages")
+@pytest.mark.parametrize(("chosen", "is_huge"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
+@pytest.mark.parametrize("script", ["dqn_atari", "qdagger_dqn_atari_impalacnn"])
+def test_huge_pages(script: str, chosen: dict[str, str], is_huge: bool) -> None:
+    """The memory of a large tensor is advised to be in huge pages, unless the user chose otherwise."""
+    inherited = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    code = f"import {script}, torch; tensor = torch.ones(2**28, dtype=torch.uint8)\n"
+    code += "print(' hg' in open('/proc/self/smaps').read())"
+    environment = inherited | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'cleanrl'}"} | chosen
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout == f"{is_huge}\n", run.stderr
