@@ -10,9 +10,9 @@ import sys
 if importlib.util.find_spec("torch") is None:
     sys.exit("error: torch is not installed here; `source .venv/bin/activate`, or `pip install -e '.[atari]'`")
 
-# Limits how long PyTorch's threads spin while they wait for a busy core. Both are read when PyTorch is loaded.
+# PyTorch reads these settings at its import. Its threads spin only briefly while they wait for a busy core. Its large
+# tensors lie in huge pages, if Linux has them: a CPU translates their addresses faster.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-# Large tensors lie in huge pages, if Linux has them. A CPU translates their addresses faster.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import copy
