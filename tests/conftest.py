@@ -12,6 +12,7 @@ from pathlib import Path
 # Neither tests nor the scripts that they run use a GPU of the machine.
 if os.environ.get("QDAGGER_TEST_GPU") != "1":
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # tests of JAX compile for longer than they compute
 else:  # JAX would allocate most of the GPU's memory, and leave too little to PyTorch and to the scripts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
