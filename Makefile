@@ -10,7 +10,7 @@ TEACHER := teachers/BreakoutNoFrameskip-v4-ppo-seed1
 # start-e: the teacher explores little, so that its 20,000 steps reach all of the game.
 # learning rates: 2,000 updates learn too little at the default. Online, 1e-3 would change the policy too fast.
 # distill-coefficient: 6 is the authors' value.
-# total-timesteps: λ is annealed after ten episodes, which are about 6,000 steps of Breakout.
+# total-timesteps: λ is annealed after ten episodes, which are about 8,000 steps of Breakout.
 DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-step 3 --num-envs 4 \
 	--learning-rate 1e-3 --online-learning-rate 1e-4 --final-learning-rate 1e-5 --warmup-updates 300 \
 	--distill-coefficient 6 --start-e 0.1 --teacher-steps 20000 --offline-steps 2000 --total-timesteps 10000 \
@@ -22,7 +22,7 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 help:
 	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 6 to 10 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
-	@echo "make test           run the tests, 6 to 9 minutes on 2 cores"
+	@echo "make test           run the tests, 6 to 8 minutes on 2 cores"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a running Slurm, 6 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"

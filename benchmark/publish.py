@@ -31,7 +31,7 @@ LONGER = {
     "Pong": "100,000 steps, final lr 1e-5",
 }
 LONGEST = "1,000,000 steps, ended early"
-FULL_SIZE = "full size (2,500,000 steps)"
+FULL_SIZE = "2,500,000 steps"
 LABELS = {
     "qdagger-2.5M": FULL_SIZE,
     "demo": "make demo (10,000 steps)",

@@ -161,7 +161,7 @@ class Ring(NamedTuple):
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8 (L, N)
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
-    terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
+    terminated: torch.Tensor  # bool (L, N), a life was lost or the game ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
     valid: torch.Tensor  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
 

@@ -161,7 +161,7 @@ class Ring(NamedTuple):
     frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8 (L, N)
     reward: jax.Array  # float32 (L, N), clipped to [−1, 1]
-    terminated: jax.Array  # bool (L, N), a life was lost or the episode ended
+    terminated: jax.Array  # bool (L, N), a life was lost or the game ended
     age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
     valid: jax.Array  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
 

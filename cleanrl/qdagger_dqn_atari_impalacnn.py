@@ -284,7 +284,7 @@ class Ring(NamedTuple):
     frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8 (L, N)
     reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
-    terminated: torch.Tensor  # bool (L, N), a life was lost or the episode ended
+    terminated: torch.Tensor  # bool (L, N), a life was lost or the game ended
     age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
     valid: torch.Tensor  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
     teacher_q_values: torch.Tensor  # float32 (L, N, num_actions), computed once: a step is sampled often
@@ -508,7 +508,7 @@ def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> flo
     online_rate = args.online_learning_rate or args.learning_rate
     if update < args.offline_steps:
         return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
-    # Online, the rate depends on λ instead of the update. `check_args` refuses a final rate where λ is always 0.
+    # Online, the rate depends on λ instead of the update. `check_args` rejects a final rate where λ is always 0.
     if args.final_learning_rate is None:
         return warmup * online_rate
     share = distill_coefficient / args.distill_coefficient  # 1 at the first λ, 0 at λ = 0

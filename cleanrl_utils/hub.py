@@ -11,7 +11,7 @@ from typing import Any
 
 import huggingface_hub as hf
 import numpy as np
-from huggingface_hub import constants, utils
+from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors
 from cleanrl_utils.files import atomic_write
@@ -35,7 +35,7 @@ def check_upload_possible(args: Any) -> None:
         utils.validate_repo_id(repository_name(args))
     try:
         role = hf.whoami(cache=True)["auth"]["accessToken"]["role"]
-    except hf.errors.HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         role = "invalid" if error.response.status_code == 401 else "unknown"
     except Exception:  # there is no network now, or the token is of another kind
         role = "unknown"

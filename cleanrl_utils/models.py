@@ -18,6 +18,7 @@ from typing import Any, Literal
 import huggingface_hub as hf
 import msgpack
 import numpy as np
+from huggingface_hub import errors, utils
 
 from cleanrl_utils.errors import one_line, user_errors
 
@@ -80,17 +81,17 @@ def download_models(repo: str) -> Path:
     name, _, revision = repo.partition("@")
     try:
         return Path(hf.snapshot_download(name, revision=revision or None, **MODEL_FILES))
-    except hf.errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
+    except errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
         print(f"WARNING: the hub can't be reached, and not all models of {repo} are cached")
         return Path(error.snapshot_path)
-    except hf.errors.LocalEntryNotFoundError as error:  # the hub can't be reached
+    except errors.LocalEntryNotFoundError as error:  # the hub can't be reached
         raise (error.__cause__ or error) from None  # its cause is one line
 
 
 def choose_model(directory: Path, exp_name: str) -> str:
     """Return the name of the model in a directory; FileNotFoundError if there is none with this ``exp_name``."""
     files = [file.name for file in directory.glob("*") if file.is_file()]
-    models = sorted(hf.utils.filter_repo_objects(files, **MODEL_FILES))
+    models = sorted(utils.filter_repo_objects(files, **MODEL_FILES))
     for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
         if name in models:
             return name

@@ -25,7 +25,16 @@ README, DOCS = ROOT / "README.md", ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("teachers/*/README.md"))]
 SCRIPTS = [ROOT / f"cleanrl/{algorithm}.py" for algorithm in ("dqn_atari", "dqn_atari_jax")]
 SCRIPTS += [ROOT / f"cleanrl/qdagger_dqn_atari{library}_impalacnn.py" for library in ("", "_jax")]
-FOREIGN = {"--help", "--extra", "--torch-backend", "--busy", "--init", "--slurm-template-path"}  # of other programs
+FOREIGN = {
+    "--help",
+    "--extra",
+    "--torch-backend",
+    "--busy",
+    "--init",
+    "--slurm-template-path",
+    "--slurm-nodes",
+    "--auto-tag",
+}  # of other programs
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -244,7 +253,7 @@ def test_results_are_those_of_the_csv() -> None:
     full_size = {}
     for run in groups.get(("Breakout", publish.FULL_SIZE), []):
         full_size |= {f"{steps:,}": f"{mean:,.1f}" for steps, mean in run.evaluations.items()}
-    shown = rows(section(DOCS / "results.md", "Full size"))
+    shown = rows(section(DOCS / "results.md", "2,500,000 steps"))
     assert {steps: text.split(" ")[0] for steps, text in shown} == full_size  # the text may have a standard error
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -507,6 +508,15 @@ def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
         file.touch()
         for repo in (str(file.parent), f"lab/{name}", f"~/lab/{name}", f"lab/{name}/dqn_atari.cleanrl_model"):
             assert find_model(repo, "dqn_atari").samefile(file)
+
+
+def test_models_alone():
+    """A program may import only this helper: huggingface_hub imports its own modules when they are needed."""
+    program = "from cleanrl_utils.models import find_model; print(find_model('.', 'dqn_atari').name)"
+    folder = ROOT / "teachers/PongNoFrameskip-v4-dqn_atari-seed1"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.check_output([sys.executable, "-c", program], cwd=folder, env=environ, text=True)
+    assert found.strip() == "dqn_atari.cleanrl_model"
 
 
 @pytest.mark.posix
