@@ -119,7 +119,7 @@ def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
 
 def figures(runs: Sequence[Run]) -> dict[str, tuple[Callable[[Any, Sequence[Run]], None], list[Run]]]:
     """Return function and runs of each figure in docs/assets."""
-    longer = [replace(run, exp_name=QDAGGER_LEGEND) for run in runs if run.exp_name == LONGER[run.game]]
+    longer = [replace(run, exp_name=QDAGGER_LEGEND) for run in runs if run.exp_name == LONGER.get(run.game)]
     scratch = [replace(run, exp_name="from scratch, 58,000 steps") for run in runs if run.exp_name == FROM_SCRATCH]
     full_size = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == FULL_SIZE]
     longest = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == LONGEST]

@@ -371,7 +371,6 @@ def main(args: Args) -> None:
         args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
         generator=generator, rng=rng, writer=writer,
     )  # fmt: skip
-    checkpoint.restore()  # does nothing in a new run
 
     @torch.no_grad()
     def q_values_of(observation: torch.Tensor) -> torch.Tensor:
@@ -391,6 +390,8 @@ def main(args: Args) -> None:
         return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
     with writer, checkpoint:  # a signal stops the run after a checkpoint
+        checkpoint.restore()  # does nothing in a new run
+
         # ==================== training ====================
         if progress.step < args.total_timesteps:
             replay = Replay(args.buffer_size, args, device)

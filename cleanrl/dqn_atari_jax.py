@@ -377,8 +377,6 @@ def main(args: Args) -> None:
     video_dir = VIDEOS / run_dir.name if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer)
-    # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
-    state = checkpoint.restore(state)  # does nothing in a new run
 
     def evaluate(name: str) -> list[float]:
         """Play whole episodes and return their returns."""
@@ -393,6 +391,9 @@ def main(args: Args) -> None:
         return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
 
     with writer, checkpoint:  # a signal stops the run after a checkpoint
+        # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
+        state = checkpoint.restore(state)  # does nothing in a new run
+
         # ==================== training ====================
         if progress.step < args.total_timesteps:
             replay = Replay(args.buffer_size, args)

@@ -569,7 +569,6 @@ def main(args: Args) -> None:
         args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
         generator=generator, rng=rng, writer=writer, teacher=teacher_path,
     )  # fmt: skip
-    checkpoint.restore()  # does nothing in a new run
 
     @torch.no_grad()
     def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
@@ -599,6 +598,8 @@ def main(args: Args) -> None:
         save_model(q_network, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
 
     with writer, checkpoint:  # outside of evaluations, a signal stops the run after a checkpoint
+        checkpoint.restore()  # does nothing in a new run
+
         # ==================== evaluate teacher and random policy ====================
         if "random" not in progress.returns:
             checkpoint.save()

@@ -588,8 +588,6 @@ def main(args: Args) -> None:
     video_dir = VIDEOS / run_dir.name if args.capture_video else None
     progress = Progress()
     checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer, teacher=teacher_path)
-    # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
-    state = checkpoint.restore(state)  # does nothing in a new run
 
     @functools.partial(jax.jit, static_argnums=0)
     def q_values_of(network: nn.Module, params: Params, observation: np.ndarray) -> jax.Array:
@@ -620,6 +618,9 @@ def main(args: Args) -> None:
         save_model(state.params, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
 
     with writer, checkpoint:  # outside of evaluations, a signal stops the run after a checkpoint
+        # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
+        state = checkpoint.restore(state)  # does nothing in a new run
+
         # ==================== evaluate teacher and random policy ====================
         if "random" not in progress.returns:
             checkpoint.save(state)

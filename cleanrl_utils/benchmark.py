@@ -152,12 +152,14 @@ def make_jobs(args: Args) -> list[Job]:
     if not Path(script).is_file():
         raise UserError(f'--command names no script in {Path.cwd()}; write "python cleanrl/dqn_atari.py"')
     starts = not args.dry_run and (args.workers > 0 or args.cluster == "slurm")
+    if args.num_seeds < 1:
+        raise UserError(f"--num-seeds is {args.num_seeds}; it must be at least 1")
     if starts and not shutil.which(words[0], path=search_path()):
         command = shell_command(["python", *words[words.index(script) :]])
         raise UserError(f'--command: {words[0]} is not a program; write "{command}"')
     jobs = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
-        for env_id in args.env_ids:
+        for env_id in dict.fromkeys(args.env_ids):
             command = [word.replace("{env_id}", env_id.replace("/", "-")) for word in words]
             jobs.append(Job(env_id, seed, script, [*command, "--env-id", env_id, "--seed", str(seed)]))
     return jobs

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cleanrl_utils.device import available_memory
-from cleanrl_utils.errors import UserError, flag, require_packages
+from cleanrl_utils.errors import UserError, flag
 from cleanrl_utils.hub import check_upload_possible
 
 STACK = 4  # frames of an observation
@@ -24,7 +24,6 @@ LIMITS = (  # flags, and the smallest and largest value that they may have
 )
 # Sizes of replay buffers, and the length of the phase that needs it.
 BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}
-PACKAGES = {"capture_video": ("imageio", "imageio_ffmpeg"), "track": ("wandb",)}  # modules that only a flag needs
 
 
 def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 1) -> None:
@@ -50,9 +49,6 @@ def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 
     check_upload_possible(args)
     if getattr(args, "compile", False) and not shutil.which(os.environ.get("CXX", "g++")):  # as PyTorch looks for it
         raise UserError("--compile needs a C++ compiler, g++ or $CXX; install it, or leave the flag out")
-    for name, modules in PACKAGES.items():
-        if getattr(args, name):
-            require_packages(flag(name), *modules)
     if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
         raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one of them")
     problem = size_problem(args, 1)

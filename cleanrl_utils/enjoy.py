@@ -12,9 +12,8 @@ import tyro
 
 import cleanrl
 from cleanrl_utils.atari import AtariEnvs, parse_env_id
-from cleanrl_utils.checks import PACKAGES
 from cleanrl_utils.device import set_up_jax, set_up_torch
-from cleanrl_utils.errors import UserError, one_line_errors, require_packages, user_errors
+from cleanrl_utils.errors import UserError, one_line_errors, user_errors
 from cleanrl_utils.evaluation import Act, play_episodes
 from cleanrl_utils.hub import repository_name
 from cleanrl_utils.models import find_model
@@ -106,8 +105,6 @@ def main(args: Args) -> np.ndarray:
     """Play the episodes, print statistics of their returns, and return them, (episodes,)."""
     if args.eval_episodes < 1 or not 0 <= args.epsilon <= 1 or not 0 <= args.seed < 2**32:
         raise UserError("--eval-episodes must be at least 1, --epsilon from 0 to 1, --seed from 0 to 2^32 - 1")
-    if args.capture_video:
-        require_packages("--capture-video", *PACKAGES["capture_video"])
     _, sticky = parse_env_id(args.env_id, args.repeat_action_probability)
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=1, seed=args.seed)

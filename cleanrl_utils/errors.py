@@ -1,8 +1,8 @@
 """Errors that a user can cause, each in one line."""
 
 import errno
-import importlib
 import io
+import os
 import re
 import shlex
 import sys
@@ -35,10 +35,12 @@ def one_line_errors() -> Iterator[None]:
     can't be written is dropped.
     """
     for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, or none as in pythonw
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         stream = getattr(sys, name)
         on_windows = sys.platform == "win32"
-        is_replaced = stream is not getattr(sys, f"__{name}__")  # by a notebook, which has no descriptor
-        if stream is None or is_replaced or (on_windows and stream.isatty()):
+        is_replaced = stream is not getattr(sys, f"__{name}__")  # by a notebook, which has no descriptor, or above
+        if is_replaced or (on_windows and stream.isatty()):
             continue
         # Windows' own encoding of a redirected output and some others lack λ and ±. Logs are read live.
         encoding = "utf-8" if on_windows else stream.encoding
@@ -80,10 +82,10 @@ def user_errors(what: str, remedy: str, kind: type[Exception] | tuple = Exceptio
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's message as one printable line of at most 300 characters."""
+    """Return an exception's message as one printable line of at most 300 characters, its beginning and its end."""
     text = " ".join(str(error).split()) or type(error).__name__
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-    return text if len(text) <= 300 else text[:299] + "…"
+    return text if len(text) <= 300 else f"{text[:149]}…{text[-150:]}"
 
 
 def flag(name: str) -> str:
@@ -96,11 +98,3 @@ def shell_command(words: list[str]) -> str:
     if sys.platform == "win32":  # both shells know double quotes, and need them for & and parentheses
         return " ".join(word if re.fullmatch(r"[\w.:\\/=+*-]+", word) else f'"{word}"' for word in words)
     return shlex.join(words)
-
-
-def require_packages(what: str, *modules: str) -> None:
-    """Import ``modules``, which ``what`` needs; raise a UserError if one is missing."""
-    for module in modules:
-        extra = {"flax": "jax", "matplotlib": "plot"}.get(module, "atari")
-        with user_errors(f"{what} needs the package {module}", f"pip install '.[{extra}]'", ImportError):
-            importlib.import_module(module)

@@ -64,8 +64,6 @@ def play_one_episode_each(envs: AtariEnvs, act: Act, bar: tqdm) -> list[float]:
 
 def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed: int) -> float:
     """Play one episode, film it to the mp4 file ``path`` and return its return; warn if it can't be written."""
-    from imageio import get_writer
-
     envs = make_envs(num_envs=1, seed=seed)
     # The same episode in colour.
     camera = make_envs(num_envs=1, seed=seed, grayscale=False, img_height=210, img_width=160, stack_num=1)
@@ -73,6 +71,8 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
     image = camera.reset()
     episodes: list[tuple[int, int, int]] = []
     try:
+        from imageio import get_writer
+
         path.parent.mkdir(parents=True, exist_ok=True)
         with get_writer(path, fps=15, macro_block_size=2) as writer:  # 15 steps are a second of the game
             while not episodes:
@@ -83,7 +83,7 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
                 observation = result.observation
                 episodes = result.episodes
         tqdm.write(f"video: {path}")
-    except (OSError, IndexError, RuntimeError) as error:  # a broken or missing ffmpeg raises these
+    except (ImportError, OSError, IndexError, RuntimeError) as error:  # a broken or missing ffmpeg raises these
         tqdm.write(f"WARNING: the video {path} can't be written ({one_line(error)})")
     return episodes[0][1] if episodes else np.nan
 

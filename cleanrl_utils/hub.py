@@ -54,7 +54,7 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
         with suppress(Exception):  # without a network, card and command name no owner
             repo = f"{hf.whoami(cache=True)['name']}/{repo}"
     script = script_of(args)
-    uploaded = ["README.md", script.name, model_path.name, "events.out.tfevents.*", "videos/*", "replay.mp4"]
+    files = ["README.md", script.name, model_path.name, "events.out.tfevents.*", "videos/*", "replay.mp4"]
     try:
         with atomic_write(run_dir / "README.md") as file:
             file.write(model_card(args, repo, returns).encode(errors="backslashreplace"))
@@ -65,12 +65,10 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
             shutil.copy(videos[-1], run_dir / "replay.mp4")
         api = hf.HfApi()
         url = api.create_repo(repo, exist_ok=True)
-        files = [path for pattern in uploaded for path in run_dir.glob(pattern)]
-        operations = [hf.CommitOperationAdd(path.relative_to(run_dir).as_posix(), path) for path in files]
-        api.create_commit(url.repo_id, operations, commit_message=args.exp_name)
+        api.upload_folder(repo_id=url.repo_id, folder_path=run_dir, allow_patterns=files, commit_message=args.exp_name)
         print(f"model uploaded to {url}")
     except Exception as error:
-        include = [f"--include={pattern}" for pattern in uploaded]
+        include = [f"--include={pattern}" for pattern in files]
         command = shell_command(["hf", "upload", repo, str(run_dir), ".", *include])
         print(f"UPLOAD FAILED ({one_line(error)}): {model_path} is saved; upload it with: {command}", file=sys.stderr)
 

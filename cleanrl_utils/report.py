@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tyro
 
-from cleanrl_utils.errors import UserError, one_line, one_line_errors, require_packages, user_errors
+from cleanrl_utils.errors import UserError, one_line, one_line_errors, user_errors
 from cleanrl_utils.files import atomic_write
 
 TRAINING = "charts/episodic_return"
@@ -131,11 +131,13 @@ def read_run(directory: Path) -> Run | None:
         print(f"warning: {directory} has no curves or no hyperparameters; it is left out", file=sys.stderr)
         return None
 
-    # ``global_step`` counts the offline updates first. A run logs its last point up to 200 steps before its end.
-    offline_updates = int(flags.get("offline_steps", 0))
-    online_steps = max(int(max(curve[-1, 0] for curve in curves.values())) - offline_updates, 0)
+    # ``global_step`` counts the offline updates first. The final evaluation begins at the last step. Without it, the
+    # last point is up to 200 steps before the end. `total_timesteps` may have been another when the run was resumed.
+    last_step = int(max(curve[0 if tag == EVALUATION else -1, 0] for tag, curve in curves.items()))
+    offline_updates = min(int(flags.get("offline_steps", 0)), last_step)
+    online_steps = last_step - offline_updates
     total_timesteps = int(flags.get("total_timesteps", 0))
-    if len(curves[EVALUATION]) or abs(total_timesteps - online_steps) < 200:
+    if abs(total_timesteps - online_steps) < 200:
         online_steps = total_timesteps
 
     measured_by = "evaluation"
@@ -178,7 +180,8 @@ def read_run(directory: Path) -> Run | None:
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read the runs at and below ``paths``; of runs with the same game, exp_name and seed only the newest."""
-    files = {file for path in paths for file in path.rglob(EVENT_FILES) if not file.is_symlink()}  # W&B has links
+    roots = [root for path in paths for root in (path, *path.glob("*"))]  # rglob does not enter links to directories
+    files = {file for root in roots for file in root.rglob(EVENT_FILES) if not file.is_symlink()}  # W&B has links
     directories = {file.parent for file in files}
     runs: dict[str, Run] = {}
     for directory in sorted(directories, key=lambda path: path.name):  # a name ends with the time of its start
@@ -279,9 +282,9 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
 
 def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
     """Draw a figure and write it as PNG."""
-    require_packages("the figure", "matplotlib")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure  # pyplot would start the user's backend
+    with user_errors("matplotlib can't be imported", "pip install '.[plot]'", ImportError):
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure  # pyplot would start the user's backend
 
     with rc_context({"font.size": 12}), atomic_write(path) as file:
         figure = Figure(layout="constrained")

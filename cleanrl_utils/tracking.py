@@ -110,16 +110,17 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write all points and release the run directory; without an exception, end the W&B run with its videos."""
+        """Write all points, release the run directory and end the W&B run, without an exception with its videos."""
         self._writer.close()
         if self._lock is not None:
             self._lock.release()
-        if self.track and kind is None:
+        if self.track:
             import wandb
 
-            for video in sorted((VIDEOS / self.run_dir.name).glob("*.mp4")):
+            videos = sorted((VIDEOS / self.run_dir.name).glob("*.mp4")) if kind is None else []
+            for video in videos:
                 wandb.run.log({f"videos/{video.stem}": wandb.Video(str(video), format="mp4")})
-            wandb.finish()
+            wandb.finish(exit_code=int(kind is not None))
 
 
 def start_logging(args: Any, **more: Any) -> tuple[Path, Writer]:
@@ -151,9 +152,9 @@ def start_wandb(args: Any, run_dir: Path) -> None:
 
     A sweep chooses id, project and entity itself. Checkpoints then save these instead of the flags'.
     """
-    import wandb
-
     with user_errors("W&B can't start", "check --wandb-* and WANDB_*, run `wandb login`, or set WANDB_MODE=offline"):
+        import wandb
+
         id_file = run_dir / "wandb_id"
         resumed = {"id": id_file.read_text().strip(), "resume": "allow"} if id_file.exists() else {}
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}

@@ -419,13 +419,15 @@ def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.posix
-@pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None, "none in the wheel"])
+@pytest.mark.parametrize("ffmpeg", ["#!/bin/sh\nexit 1\n", None, "none in the wheel", "imageio", "imageio_ffmpeg"])
 def test_broken_ffmpeg_costs_a_warning(
     ffmpeg: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """A long run survives an ffmpeg that fails or is missing."""
     program = tmp_path / "ffmpeg"
-    if ffmpeg == "none in the wheel":
+    if ffmpeg and ffmpeg.startswith("imageio"):  # the package is missing
+        monkeypatch.setitem(sys.modules, ffmpeg, None)
+    elif ffmpeg == "none in the wheel":
         monkeypatch.setattr("imageio_ffmpeg._io.get_ffmpeg_exe", mock.Mock(side_effect=RuntimeError("No ffmpeg exe")))
     elif ffmpeg:
         program.write_text(ffmpeg)

@@ -223,6 +223,13 @@ def test_a_command_without_a_program_or_script_is_one_line(command: str, message
     assert "\n" not in str(error.value)
 
 
+def test_each_run_is_a_job_once():
+    """A game that is given twice counts once; no seeds are an error."""
+    assert len(make_jobs(Args(["Pong", "Pong"], FAKE, num_seeds=2))) == 2
+    with pytest.raises(UserError, match="--num-seeds is 0; it must be at least 1"):
+        make_jobs(Args(["Pong"], FAKE, num_seeds=0))
+
+
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_a_dry_run_needs_neither_slurm_nor_poetry(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, cluster: str

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import dqn_atari
 import dqn_atari_jax
@@ -463,6 +464,17 @@ def test_a_watching_tensorboard_forgets_points_that_are_logged_again(
         for step in range(6, 9):
             resumed.add_scalar("x", -step, step)
     assert points() == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, -6), (7, -7), (8, -8)]
+
+
+def test_a_failed_run_ends_its_run_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `wandb.init` returns it to the next run of the process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", wandb := mock.MagicMock())
+    wandb.init.return_value.id = "a"
+    _, writer = start_logging(qdagger.Args(track=True))
+    with contextlib.suppress(UserError), writer:
+        raise UserError("the training diverged")
+    wandb.finish.assert_called_once_with(exit_code=1)
 
 
 def test_optimizer() -> None:
@@ -954,12 +966,15 @@ def test_resumed_under_other_versions(
 
 @pytest.mark.parametrize("script", [qdagger, qdagger_jax])
 def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path: Path) -> None:
-    """A resumed run with other weights in the teacher's file ends in one line."""
+    """A resumed run with other weights in the teacher's file ends in one line, also if it is resumed again."""
     directory = write_teacher(tmp_path / "teacher")
     run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
     write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
-    with pytest.raises(UserError, match="another file than at the start; give that file or revision"):
-        resume(script, run_dir)
+    errors = []
+    for _ in range(2):  # an error is kept with its traceback, as in a notebook
+        with pytest.raises(UserError, match="another file than at the start; give that file or revision") as error:
+            resume(script, run_dir)
+        errors.append(error)
 
 
 # ==================== processes ====================

@@ -152,32 +152,6 @@ def test_metrics(full_run: FinishedRun) -> None:
     assert all(np.isfinite(value) for points in full_run.scalars.values() for _, value in points)
 
 
-def test_metrics_fit_together(full_run: FinishedRun) -> None:
-    """The points obey the formulas of the loss, of ε and of λ."""
-    values = {tag: np.array([value for _, value in points]) for tag, points in full_run.scalars.items()}
-    episodes = full_run.scalars["charts/episodic_return"]
-    assert len(episodes) == len(full_run.scalars["charts/episodic_length"])
-    assert 0 < values["charts/episodic_length"].sum() <= FULL_STEPS
-    teacher, random = (values[f"charts/{name}/avg_episodic_return"][0] for name in ("teacher", "random"))
-    args = qdagger.Args(distill_coefficient=2.0)
-
-    def coefficient_at(step: int) -> float:
-        """Return λ of the updates in this step, before the episodes that end in it are counted."""
-        recent = [value for episode_step, value in episodes if episode_step < step][-10:]
-        return qdagger.anneal_distillation(recent, teacher, random, args)
-
-    for step, coefficient in full_run.scalars["charts/distill_coeff"]:
-        assert coefficient == pytest.approx(coefficient_at(step))
-    assert coefficient_at(100 + FULL_STEPS) != 2, "λ is not annealed"
-    for step, epsilon in full_run.scalars["charts/epsilon"]:
-        assert epsilon == pytest.approx(max(1 - 0.2 * step / (0.5 * FULL_STEPS), 0.8), abs=1e-6)
-    used = [coefficient_at(step) for step, _ in full_run.scalars["losses/loss"]]
-    total = values["losses/td_loss"] + used * values["losses/distill_loss"]
-    np.testing.assert_allclose(values["losses/loss"], total, rtol=1e-4)
-    total = values["charts/offline/q_loss"] + 2 * values["charts/offline/distill_loss"]
-    np.testing.assert_allclose(values["charts/offline/loss"], total, rtol=1e-4)
-
-
 def test_summary(full_run: FinishedRun) -> None:
     """The last lines give the mean return of every evaluation, as TensorBoard does, and where the videos are.
 
@@ -349,35 +323,6 @@ def test_same_seed_same_run(script: Any, teacher: Path, run: Callable, monkeypat
     assert models[0] != models[2]
 
 
-@pytest.mark.parametrize(("script", "num_envs"), [(qdagger, 2), (qdagger, 6), (qdagger_jax, 6)])
-def test_updates_that_are_due(
-    script: Any, num_envs: int, teacher: Path, run: Callable, no_evaluations: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both phases make the updates that are due, with their λ, and move the target network when it is due."""
-    events, learning_rate_at, update_target = [], script.learning_rate_at, script.update_target
-
-    def named(args: tuple) -> str:
-        return "synchronised" if args[-1] == 1 else "target"
-
-    monkeypatch.setattr(script, "learning_rate_at", lambda i, λ, a: events.append((i, λ)) or learning_rate_at(i, λ, a))
-    monkeypatch.setattr(script, "update_target", lambda *args: events.append(named(args)) or update_target(*args))
-    monkeypatch.setattr(script, "anneal_distillation", lambda *args: 0.15)
-    flags = {"offline_steps": 7, "total_timesteps": 48, "learning_starts": 24, "train_frequency": 4}
-    flags |= {"target_network_frequency": 3, "tau": 0.5, "distill_coefficient": 0.6}
-    run(script, twin(tiny(teacher, num_envs=num_envs, **flags), script))
-    expected, updates = [], 7
-    for update in range(7):
-        expected += [(update, 0.6)] + ["target"] * ((update + 1) % 3 == 0)
-    expected.append("synchronised")  # the online phase does not begin with an older target network
-    for start in range(24, 48, num_envs):
-        steps = range(start + 1, start + num_envs + 1)
-        due = sum(step % 4 == 0 for step in steps)
-        expected += [(updates + i, 0.15) for i in range(due)] + ["target"] * sum(step % 3 == 0 for step in steps)
-        updates += due
-    assert updates == 13
-    assert events == expected
-
-
 @pytest.mark.parametrize("script", [dqn_atari, dqn_atari_jax])
 def test_dqn_makes_a_teacher(
     script: Any, tmp_path: Path, no_evaluations: list, monkeypatch: pytest.MonkeyPatch
@@ -430,13 +375,6 @@ def test_default_teacher(script: Any, name: str, run: Callable, monkeypatch: pyt
     monkeypatch.setattr(script, "find_model", find_model)
     with pytest.raises(UserError, match=f"^cleanrl/ALE-Pong-v5-{name}-seed1 {name}$"):
         run(script, script.Args(env_id="ALE/Pong-v5", num_envs=1, seed=3, buffer_size=1000, teacher_steps=1000))
-
-
-def test_sizes_that_do_not_divide_each_other(teacher: Path, run: Callable, no_evaluations: list) -> None:
-    """They run, also where the run ends before losses are logged."""
-    flags = {"offline_steps": 0, "num_envs": 1, "total_timesteps": 150}
-    run(qdagger, tiny(teacher, train_frequency=70, learning_starts=99, **flags))
-    run(qdagger, tiny(teacher, teacher_steps=61, num_envs=3, total_timesteps=100, offline_eval_frequency=3))
 
 
 @pytest.mark.parametrize("start", [0, 4])
@@ -569,17 +507,6 @@ def test_bad_teacher(tmp_path: Path) -> None:
 def test_missing_compiler(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "nowhere")
     assert "needs a C++ compiler" in refuse(qdagger, tiny(teacher, compile=True))
-
-
-@pytest.mark.parametrize(("module", "flag"), [("wandb", "track"), ("imageio_ffmpeg", "capture_video")])
-def test_missing_package(module: str, flag: str, teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package that a flag needs is missed before a long phase starts."""
-    for name in [name for name in sys.modules if name.split(".")[0] == module]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    args = tiny(teacher, **{flag: True})
-    assert_refused(args, module, "pip install")
-    assert_refused(twin(args, dqn_atari), module, "pip install")
 
 
 @pytest.mark.parametrize(("project", "mode", "word"), [("cleanRL", "ofline", "mode"), ("a/b", "offline", "project")])

@@ -170,14 +170,6 @@ def test_bad_input(flags: dict, message: str, directory: Path) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_video_without_its_packages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before the first episode."""
-    monkeypatch.setattr(enjoy, "play_episodes", lambda *_, **__: pytest.fail("an episode was played"))
-    monkeypatch.setitem(sys.modules, "imageio", None)
-    with pytest.raises(UserError, match=r"--capture-video needs the package imageio: .*pip install"):
-        play(directory, capture_video=True)
-
-
 def test_a_user_without_torch(directory: Path, tmp_path: Path) -> None:
     """JAX plays PyTorch's model. PyTorch's script is refused in one line that names the other.
 

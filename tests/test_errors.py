@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cleanrl_utils.errors import one_line_errors, shell_command
+from cleanrl_utils.errors import one_line, one_line_errors, shell_command
+from cleanrl_utils.tracking import ProgressBar
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -32,6 +33,23 @@ def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> Non
     with pytest.raises(SystemExit), one_line_errors():
         raise OSError(errno.EROFS, "Read-only file system", "runs/a.tmp")
     assert capsys.readouterr().err.startswith("error: runs/a.tmp could not be opened or written (Read-only file")
+
+
+def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
+    """The hub's reason comes last."""
+    text = one_line(ValueError(f"first {'-' * 400}\nInvalid credentials"))
+    assert len(text) == 300
+    assert text.startswith("first -")
+    assert text.endswith("- Invalid credentials")
+
+
+def test_a_process_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has no streams if their descriptors are closed, as pythonw does."""
+    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
+        monkeypatch.setattr(sys, name, None)
+    with one_line_errors():
+        assert list(ProgressBar("online", range(0, 4, 2), "step")) == [0, 2]
+        print("lost")
 
 
 @pytest.mark.posix

@@ -115,6 +115,24 @@ def test_an_unfinished_run_has_the_results_of_its_newest_evaluation(tmp_path: Pa
     assert dict(line.get_xydata()[0] for line in lines if len(line.get_xydata()) == 1) == run.evaluations
 
 
+def test_a_run_that_was_resumed_with_another_end(tmp_path: Path) -> None:
+    """Its steps are those that it has, not those of its first flags."""
+    for seed, last in ((1, 600), (2, 25000)):
+        points: Points = {TRAINING: [(1000 + last // 2, 2.0)], EVALUATION: [(1000 + last + i, 5.0) for i in range(3)]}
+        write_run(tmp_path, seed, points)
+    assert [run.online_steps for run in read_runs([tmp_path])] == [600, 25000]
+
+
+@pytest.mark.posix  # Windows allows links only to administrators
+def test_a_run_in_its_offline_phase(tmp_path: Path) -> None:
+    """It has the updates so far. Its directory may be a link to another disk."""
+    run_dir = write_run(tmp_path / "disk", 1, {"charts/offline/loss": [(700, 1.0)], OFFLINE: [(500, 3.0)]})
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / run_dir.name).symlink_to(run_dir, target_is_directory=True)
+    (run,) = read_runs([tmp_path / "runs"])
+    assert (run.offline_updates, run.online_steps, run.offline_return) == (700, 0, 3.0)
+
+
 def test_runs_of_one_name_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Not those of another game or name, nor flags as the seed; a flag that only some runs have differs too."""
     points: Points = {EVALUATION: [(0, 1.0)]}
