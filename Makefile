@@ -22,7 +22,7 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 help:
 	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 6 to 10 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
-	@echo "make test           run the tests, 6 to 8 minutes on 2 cores"
+	@echo "make test           run the tests, 5 to 7 minutes on 2 cores"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a running Slurm, 6 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
