@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,8 +48,9 @@ def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 
     if args.upload_model and not args.save_model:
         raise UserError("--upload-model uploads the saved model; leave out --no-save-model")
     check_upload_possible(args)
-    if getattr(args, "compile", False) and not shutil.which(os.environ.get("CXX", "g++")):  # as PyTorch looks for it
-        raise UserError("--compile needs a C++ compiler, g++ or $CXX; install it, or leave the flag out")
+    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
+    if getattr(args, "compile", False) and not shutil.which(compiler):
+        raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
     if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
         raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one of them")
     problem = size_problem(args, 1)

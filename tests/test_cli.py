@@ -506,7 +506,7 @@ def test_bad_teacher(tmp_path: Path) -> None:
 
 def test_missing_compiler(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "nowhere")
-    assert "needs a C++ compiler" in refuse(qdagger, tiny(teacher, compile=True))
+    assert "needs the C++ compiler nowhere" in refuse(qdagger, tiny(teacher, compile=True))
 
 
 @pytest.mark.parametrize(("project", "mode", "word"), [("cleanRL", "ofline", "mode"), ("a/b", "offline", "project")])
