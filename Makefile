@@ -20,7 +20,7 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	docs docs-serve requirements clean
 
 help:
-	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 6 to 10 minutes on 2 cores"
+	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 4 to 10 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
 	@echo "make test           run the tests, 5 to 7 minutes on 2 cores"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"

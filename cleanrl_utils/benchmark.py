@@ -146,14 +146,14 @@ class Job:
 
 def make_jobs(args: Args) -> list[Job]:
     """Return all runs in CleanRL's order: every environment with the first seed, then with the next."""
+    if args.num_seeds < 1:
+        raise UserError(f"--num-seeds is {args.num_seeds}; it must be at least 1")
     with user_errors("--command", "close the quotation", ValueError):
         words = shlex.split(args.command)
     script = next((word for word in words if word.endswith(".py")), "")
     if not Path(script).is_file():
         raise UserError(f'--command names no script in {Path.cwd()}; write "python cleanrl/dqn_atari.py"')
     starts = not args.dry_run and (args.workers > 0 or args.cluster == "slurm")
-    if args.num_seeds < 1:
-        raise UserError(f"--num-seeds is {args.num_seeds}; it must be at least 1")
     if starts and not shutil.which(words[0], path=search_path()):
         command = shell_command(["python", *words[words.index(script) :]])
         raise UserError(f'--command: {words[0]} is not a program; write "{command}"')

@@ -180,9 +180,9 @@ def read_run(directory: Path) -> Run | None:
 
 def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read the runs at and below ``paths``; of runs with the same game, exp_name and seed only the newest."""
-    roots = [root for path in paths for root in (path, *path.glob("*"))]  # rglob does not enter links to directories
-    files = {file for root in roots for file in root.rglob(EVENT_FILES) if not file.is_symlink()}  # W&B has links
-    directories = {file.parent for file in files}
+    links = [link for path in paths for link in path.glob("*") if link.is_symlink()]  # rglob does not enter them
+    files = {file for root in (*paths, *links) for file in root.rglob(EVENT_FILES) if not file.is_symlink()}  # of W&B
+    directories = {file.parent.resolve() for file in files}
     runs: dict[str, Run] = {}
     for directory in sorted(directories, key=lambda path: path.name):  # a name ends with the time of its start
         run = read_run(directory)

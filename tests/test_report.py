@@ -124,12 +124,14 @@ def test_a_run_that_was_resumed_with_another_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.posix  # Windows allows links only to administrators
-def test_a_run_in_its_offline_phase(tmp_path: Path) -> None:
+def test_a_run_in_its_offline_phase(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """It has the updates so far. Its directory may be a link to another disk."""
     run_dir = write_run(tmp_path / "disk", 1, {"charts/offline/loss": [(700, 1.0)], OFFLINE: [(500, 3.0)]})
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / run_dir.name).symlink_to(run_dir, target_is_directory=True)
+    (tmp_path / "runs" / "latest").symlink_to(run_dir, target_is_directory=True)
     (run,) = read_runs([tmp_path / "runs"])
+    assert not capsys.readouterr().err, "the run counts twice"
     assert (run.offline_updates, run.online_steps, run.offline_return) == (700, 0, 3.0)
 
 
