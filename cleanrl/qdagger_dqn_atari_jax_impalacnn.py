@@ -633,10 +633,7 @@ def main(args: Args) -> None:
         teacher_return = float(np.mean(progress.returns["teacher"]))
         random_return = float(np.mean(progress.returns["random"]))
         if teacher_return <= random_return:
-            problem = (
-                f"the teacher's return, {teacher_return:.1f}, is not above the random policy's, {random_return:.1f}"
-            )
-            print(f"WARNING: {problem}; λ is {args.distill_coefficient:g} until the student reaches it, then 0")
+            print("WARNING: the teacher is no better than the random policy; λ is 0 once the student is as good")
 
         if args.offline_steps > 0 and not progress.offline_finished:
             replay = Replay(args.teacher_steps, envs.num_actions, args)
