@@ -230,7 +230,8 @@ def set_up_jax(bf16: bool) -> Any:
         if jax.config.jax_compilation_cache_dir is None:
             cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
             jax.config.update("jax_compilation_cache_dir", str(cache / "qdagger-jax"))
-    in_hardware = device.platform != "cpu" and float(getattr(device, "compute_capability", 8)) >= 8  # a TPU has none
+    capability = str(getattr(device, "compute_capability", ""))  # "7.5"; an AMD GPU has a name, a TPU has none
+    in_hardware = device.platform != "cpu" and not re.match(r"[1-7]\.", capability)
     dtype = jnp.bfloat16 if bf16 and in_hardware else jnp.float32
     print(f"device: {name}; JAX {jax.__version__}, {dtype.__name__}", flush=True)
     return dtype

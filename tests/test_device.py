@@ -56,9 +56,12 @@ def test_warning_of_an_unused_gpu(
     assert not capsys.readouterr().err, "the user or the cluster has hidden it"
 
 
-@pytest.mark.parametrize(("capability", "dtype"), {"7.5": "float32", "8.0": "bfloat16", "12.0": "bfloat16"}.items())
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    {"7.5": "float32", "8.0": "bfloat16", "12.0": "bfloat16", "gfx90a": "bfloat16"}.items(),
+)
 def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA GPUs have it from compute capability 8.0 on; older ones are slow with channels last."""
+    """NVIDIA GPUs have it from compute capability 8.0 on; older ones are slow with channels last. AMD's have names."""
     gpu = SimpleNamespace(compute_capability=capability, platform="gpu", device_kind="a GPU")
     monkeypatch.setattr(jax, "devices", lambda: [gpu])
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
