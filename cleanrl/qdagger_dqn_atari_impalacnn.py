@@ -752,8 +752,7 @@ def main(args: Args) -> None:
     # ==================== upload and summarise ====================
     if args.upload_model:
         upload_model(args, run_dir, model_path, progress.returns["final"])
-    distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-    summarise(args, run_dir, progress.returns, distill_coefficient)
+    summarise(args, run_dir, progress.returns)
     checkpoint.finish()
 
 

@@ -88,8 +88,8 @@ def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed
     return episodes[0][1] if episodes else np.nan
 
 
-def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]], distill_coefficient: float) -> None:
-    """Draw ``curves.png``; print a table of all evaluations, λ at the end, and the commands that show the results.
+def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]]) -> None:
+    """Draw ``curves.png``; print a table of all evaluations and the commands that show the results.
 
     ``returns`` are the episodic returns by the name of the evaluation. The table has mean ± standard deviation, and
     means normalised to random policy = 0 % and teacher = 100 %.
@@ -101,7 +101,6 @@ def summarise(args: Any, run_dir: Path, returns: dict[str, list[float]], distill
     for name, values in returns.items():
         share = f"{(means[name] - means['random']) / gap:.0%}" if gap > 0 else "-"
         print(f"  {name:<26}{means[name]:8.1f} ± {np.std(values):5.1f}{share:>10}")
-    print(f"  λ, the weight of the distillation loss: {args.distill_coefficient:g} to {distill_coefficient:.2f}")
     print()
     draw_run(run_dir)  # if matplotlib is installed
     if (run_dir / "curves.png").exists():

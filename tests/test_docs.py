@@ -189,8 +189,7 @@ def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.Captu
     returns = {}
     for name, mean, deviation in re.findall(r"^  (\w+(?: \d+)?) +([\d.]+) ± +([\d.]+)", table, re.MULTILINE):
         returns[name] = [float(mean) - float(deviation), float(mean) + float(deviation)]
-    args = qdagger.Args(distill_coefficient=6)
-    evaluation.summarise(args, tmp_path, returns, distill_coefficient=0.0)
+    evaluation.summarise(qdagger.Args(), tmp_path, returns)
     printed = capsys.readouterr().out
     assert printed.strip().split("\n\n")[0] == table.strip()
 
