@@ -24,7 +24,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 # Parallel test processes share the cores between them, or the threads of PyTorch and JAX would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
-    worker, workers = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    worker = int(os.environ["PYTEST_XDIST_WORKER"][2:])
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[worker::workers] or cores)
 

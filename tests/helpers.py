@@ -25,9 +25,12 @@ from cleanrl_utils.models import torch_to_flax
 
 REPO = Path(__file__).parent.parent
 PYTHONPATH = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])  # for scripts
-GAME, NUM_ACTIONS = "KlaxNoFrameskip-v4", 18  # with any policy, an episode of Klax ends after a few hundred steps
-STUDENT, DQN = qdagger.__name__, dqn_atari.__name__
-STUDENT_JAX, DQN_JAX = qdagger_jax.__name__, dqn_atari_jax.__name__
+GAME = "KlaxNoFrameskip-v4"  # with any policy, an episode of Klax ends after a few hundred steps
+NUM_ACTIONS = 18
+STUDENT = qdagger.__name__
+DQN = dqn_atari.__name__
+STUDENT_JAX = qdagger_jax.__name__
+DQN_JAX = dqn_atari_jax.__name__
 TIMED_TAGS = {"charts/teacher/SPS", "charts/SPS", "charts/offline/updates_per_second"}
 Scalars = dict[str, list[tuple[int, float]]]  # the points (step, value) of each tag, in the order of the file
 

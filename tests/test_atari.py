@@ -61,7 +61,8 @@ class WrappedGame(gym.Wrapper):
     def __init__(self, env_id: str):
         super().__init__(AtariEnv(parse_env_id(env_id)[0], frameskip=1, repeat_action_probability=0.0))
         self.skipping = sb3.WarpFrame(sb3.MaxAndSkipEnv(self, 4))
-        self.ale, self.screens = self.unwrapped.ale, []
+        self.ale = self.unwrapped.ale
+        self.screens = []
 
     def step(self, action: int) -> tuple:
         result = super().step(action)
@@ -79,7 +80,8 @@ class WrappedGame(gym.Wrapper):
     def play(self, action: int) -> tuple[np.ndarray, int, bool]:
         """Return frame, reward, and whether a life was lost in a step of 4 frames."""
         frame, reward, *_ = self.skipping.step(action)
-        lost, self.lives = self.ale.lives() < self.lives, self.ale.lives()
+        lost = self.ale.lives() < self.lives
+        self.lives = self.ale.lives()
         return frame[:, :, 0], int(reward), lost
 
 
@@ -90,8 +92,11 @@ class WrappedGame(gym.Wrapper):
 def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) -> None:
     """Rewards, lost lives and ends of episodes are equal, frames too except for the order of maximum and grayscale."""
     env_id = f"{name}NoFrameskip-v4"
-    wrapped, rng = WrappedGame(env_id), np.random.default_rng(0)
-    differences, ended, over = [], 0, False
+    wrapped = WrappedGame(env_id)
+    rng = np.random.default_rng(0)
+    differences = []
+    ended = 0
+    over = False
     with closing(AtariEnvs(env_id, 1, seed=3)) as envs:
         observation = envs.reset()
         np.testing.assert_array_equal(observation[0, -1], wrapped.start(envs._envs.info["episode_frame_number"][0]))
@@ -105,7 +110,9 @@ def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) 
             assert step.reset[0] == over, f"step {t}"
             if over:
                 frame = wrapped.start(envs._envs.info["episode_frame_number"][0])
-                reward, lost, over = 0, False, False
+                reward = 0
+                lost = False
+                over = False
                 np.testing.assert_array_equal(observation[0, -1], frame)
             else:
                 frame, reward, lost = wrapped.play(int(action[0]))
@@ -141,7 +148,8 @@ def test_episodes_start_at_different_frames() -> None:
 @pytest.mark.parametrize("name", ["Breakout", "MsPacman"])
 def test_returns_and_lengths_add_up(name: str) -> None:
     """The returns and lengths of episodes are sums of unclipped rewards and steps between resets, in Python's int."""
-    rng, (total, length) = np.random.default_rng(4), np.zeros((2, 3), int)
+    rng = np.random.default_rng(4)
+    total, length = np.zeros((2, 3), int)
     with closing(AtariEnvs(f"{name}NoFrameskip-v4", 3, seed=5)) as envs:
         envs.reset()
         episodes = []
@@ -159,7 +167,8 @@ def test_returns_and_lengths_add_up(name: str) -> None:
 @pytest.mark.parametrize(("name", "has_fire", "actions"), [("Breakout", 1, 4), ("MsPacman", 0, 9)])
 def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions: int) -> None:
     """FIRE replaces the first action of each life, also of episodes that a reset cut short, and no other action."""
-    rng, lost = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    lost = 0
     with closing(AtariEnvs(f"{name}NoFrameskip-v4", 2, seed=1)) as envs:
         assert envs.num_actions == actions
         for _ in range(2):
@@ -310,7 +319,10 @@ class StubEnvs:
     made: list["StubEnvs"]
 
     def __init__(self, num_envs: int, seed: int):
-        self.num_envs, self.rng, self.seed, self.closed = num_envs, np.random.default_rng(seed), seed, False
+        self.num_envs = num_envs
+        self.rng = np.random.default_rng(seed)
+        self.seed = seed
+        self.closed = False
         # The first pixel of an observation is the index of its environment.
         self.observation = np.zeros((num_envs, 4, 84, 84), np.uint8)
         self.observation[:, :, 0, 0] = np.arange(num_envs)[:, None]
@@ -323,7 +335,8 @@ class StubEnvs:
 
     def step(self, action: np.ndarray) -> Step:
         assert (action.shape, action.dtype) == ((self.num_envs,), np.int64)
-        reset, none = self.age == self.lengths, np.zeros(self.num_envs, bool)
+        reset = self.age == self.lengths
+        none = np.zeros(self.num_envs, bool)
         episodes = [(env, int(self.lengths[env]), int(self.lengths[env])) for env in np.flatnonzero(reset)]
         self.age = np.where(reset, 0, self.age + 1)
         self.lengths = np.where(reset, self.rng.choice([4, 61], self.num_envs), self.lengths)
@@ -358,7 +371,8 @@ def test_short_episodes_are_not_over_represented(stubs: list[StubEnvs], capsys: 
 
 def test_actions_only_for_episodes_that_run(stubs: list[StubEnvs]) -> None:
     """Ended episodes are not in the batch, whose size is padded to few sizes, for which JAX compiles."""
-    asked, sizes = np.zeros(8, int), set()
+    asked = np.zeros(8, int)
+    sizes = set()
 
     def act(observation: np.ndarray) -> np.ndarray:
         sizes.add(len(observation))
@@ -395,7 +409,8 @@ def test_same_seed_same_returns() -> None:
 
 def test_film_episode(tmp_path: Path) -> None:
     """The video has a colour image of each observation; the same seed films the same episode."""
-    observations, path = [], tmp_path / "videos" / "student.mp4"
+    observations = []
+    path = tmp_path / "videos" / "student.mp4"
 
     def act(observation: np.ndarray) -> np.ndarray:
         observations.append(observation[0, -1].astype(int))

@@ -222,7 +222,8 @@ def test_only_new_steps_are_written(tmp_path: Path) -> None:
         """Return the segments that a save writes, and those that it deletes, without the unique end of their names."""
         nonlocal present
         save(checkpoint, number, replay)
-        before, present = present, {path.name for path in checkpoint.directory.glob("*.replay")}
+        before = present
+        present = {path.name for path in checkpoint.directory.glob("*.replay")}
         return tuple({name.rpartition("-")[0] for name in names} for names in (present - before, before - present))
 
     (tmp_path / "checkpoint" / "lost+found").mkdir(parents=True)  # a folder does not disturb it
@@ -411,7 +412,9 @@ def test_kill_at_every_operation(two: Path, capfd: pytest.CaptureFixture) -> Non
 def test_names_follow_contents(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a loss of power: a file is synchronised before it gets its name, the state after its segments."""
     done: list[tuple[str, str]] = []
-    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+    fsync = os.fsync
+    replace = Path.replace
+    unlink = Path.unlink
 
     def note(operation: str, path: str | Path) -> None:
         name = Path(path).name.removesuffix(".tmp")
@@ -444,7 +447,8 @@ def test_a_watching_tensorboard_forgets_points_that_are_logged_again(
     """
     monkeypatch.chdir(tmp_path)
     args = qdagger.Args()
-    (run_dir, writer), server = start_logging(args), EventMultiplexer()
+    run_dir, writer = start_logging(args)
+    server = EventMultiplexer()
 
     def points() -> list[tuple[int, float]]:
         server.AddRunsFromDirectory("runs").Reload()
@@ -546,7 +550,8 @@ def args_of(script: Any, teacher: Path, **changes: Any) -> Any:
 
 def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) -> Path:
     """Run a script and send it a signal when its progress has these counters; return the run directory."""
-    save_if_due, sent = Checkpoint.save_if_due, []
+    save_if_due = Checkpoint.save_if_due
+    sent = []
 
     def interrupt(checkpoint: Checkpoint, *args: Any, **kwargs: Any) -> None:
         if not sent and counters.items() <= vars(checkpoint.state["progress"]).items():
@@ -659,7 +664,10 @@ def test_resumed_within_episodes(
     offline = 100 if hasattr(script, "qdagger_loss") else 0
     for tag in ("losses/td_loss", "losses/q_values"):
         assert [step for step, _ in expected[tag]] == [offline + 110, offline + 206]
-    seeds, replays, reset, add = [], [], AtariVectorEnv.reset, script.Replay.add
+    seeds = []
+    replays = []
+    reset = AtariVectorEnv.reset
+    add = script.Replay.add
     monkeypatch.setattr(AtariVectorEnv, "reset", lambda envs, seed: seeds.append(tuple(seed)) or reset(envs, seed=seed))
     run_dir = stop(script, args_of(script, teacher), USR1, **counters)
     before = len(seeds)
@@ -668,11 +676,14 @@ def test_resumed_within_episodes(
     assert_same_steps(run_dir, expected)
     assert seeds[before] not in seeds[:before], "episodes are repeated"
 
-    (done,), total = counters.values(), 40 if "teacher_step" in counters else 300
-    seam, replay = done // 2, replays[0]  # of two environments
+    (done,) = counters.values()
+    total = 40 if "teacher_step" in counters else 300
+    seam = done // 2  # of two environments
+    replay = replays[0]
     assert sum(other is replay for other in replays) == total // 2 - seam
     assert replay.steps_added == total // 2
-    valid, age = np.asarray(replay.ring.valid), np.asarray(replay.ring.age)
+    valid = np.asarray(replay.ring.valid)
+    age = np.asarray(replay.ring.age)
     assert not valid[seam - 1].any(), "a transition leads from one episode to another"
     assert valid[[seam - 2, seam]].all()
     assert not age[seam].any()
@@ -740,7 +751,8 @@ def test_signal_in_an_evaluation_during_the_online_phase(
 
 def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each log point, evaluation and update of the target network comes once, wherever and how often a run stops."""
-    moved, update_target = [], qdagger.update_target
+    moved = []
+    update_target = qdagger.update_target
     monkeypatch.setattr(qdagger, "update_target", lambda *args: moved.append(True) or update_target(*args))
     args = args_of(qdagger, teacher, offline_steps=203, offline_eval_frequency=70, target_network_frequency=40)
     for done in (36, 38, 40, 102, 140, 202, 203):
@@ -766,7 +778,8 @@ def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatc
 def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They pass from the end of a save to the next; with 0 nothing is written, and signals keep their handlers."""
     monkeypatch.chdir(tmp_path)
-    now, begun = 0.0, []
+    now = 0.0
+    begun = []
 
     def write(*args: Any) -> None:
         nonlocal now
@@ -801,7 +814,8 @@ DIVERGING += [(dqn_atari, {"step": 104}), (dqn_atari_jax, {"step": 104})]
 @pytest.mark.parametrize(("script", "counters"), DIVERGING)
 def test_diverged(script: Any, counters: dict, teacher: Path, evaluations: list[str], whole: Callable) -> None:
     """A network that becomes NaN ends the run in one line, before it is evaluated, saved as a model or logged."""
-    (expected, _), update_target = whole(script), script.update_target
+    expected, _ = whole(script)
+    update_target = script.update_target
 
     def poison(target: Any, *args: Any) -> Any:
         state = update_target(target, *args)
@@ -864,7 +878,8 @@ def stopped(evaluations: list[str], teacher: Path) -> Path:
 
 def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
     """They are those of the run; some may change; a repeated one contradicts nothing."""
-    flags, was = ["--resume", str(stopped)], vars(args_of(qdagger, teacher, offline_steps=1, hf_entity="somebody"))
+    flags = ["--resume", str(stopped)]
+    was = vars(args_of(qdagger, teacher, offline_steps=1, hf_entity="somebody"))
     assert vars(parse_args(qdagger.Args, flags)) == was | {"resume": str(stopped)}
     changes = {"total_timesteps": 999, "save_model": False, "batch_size": 2}
     flags += ["--total-timesteps", "999", "--no-save-model", "--batch_size", "2"]
@@ -1023,7 +1038,8 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     assert "stopped by SIGINT" in output
 
     command = [sys.executable, *shlex.split(command)[1:], "--checkpoint-minutes=1000"]
-    process, done = subprocess.Popen(command, **options), progress_of(run_dir)
+    process = subprocess.Popen(command, **options)
+    done = progress_of(run_dir)
     output = b""
     while b"/100000" not in output:  # the offline phase begins
         output += os.read(process.stdout.fileno(), 1000)

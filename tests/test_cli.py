@@ -87,7 +87,8 @@ sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a script with episodes of 60 steps; a signal stops it after some offline updates."""
-FULL_GAME, FULL_STEPS = "AlienNoFrameskip-v4", 1100  # any policy has returns above 0 in Alien
+FULL_GAME = "AlienNoFrameskip-v4"  # any policy has returns above 0 in Alien
+FULL_STEPS = 1100
 SWEEP_RUN = "run-of-a-sweep"
 
 
@@ -98,7 +99,8 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     That of PyTorch starts as W&B's agents start a run of a sweep, and is resumed without their variables. PyTorch can't
     be imported in the run of JAX, which therefore films no videos.
     """
-    folder, script = tmp_path_factory.mktemp("full"), request.param
+    folder = tmp_path_factory.mktemp("full")
+    script = request.param
     flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 1 --teacher-steps 200 --offline-steps 100 "
     flags += f"--offline-eval-frequency 65 --total-timesteps {FULL_STEPS} --learning-starts 40 --buffer-size 200 "
     flags += "--batch_size 4 --train_frequency 32 --exploration-fraction 0.5 --end-e 0.8 --temperature 1 --save-model "
@@ -184,7 +186,8 @@ def test_summary(full_run: FinishedRun) -> None:
 
 def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run directory has a model of each evaluation and nothing unfinished; the videos are where they should be."""
-    script, run_dir = full_run.script, full_run.run_dir
+    script = full_run.script
+    run_dir = full_run.run_dir
     assert re.fullmatch(rf"{FULL_GAME}__{script}__2__\d+", run_dir.name)
     evaluations = ("-offline-65", "-offline-100", "-online-500", "-online-1000", "")
     names = [f"{script}{evaluation}.cleanrl_model" for evaluation in evaluations]
@@ -201,7 +204,9 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def wandb_records(path: Path) -> Iterator[bytes]:
     """Yield the records of a file of W&B, which has blocks of 32 kB as the logs of LevelDB have."""
-    data, position, record = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    position = 7
+    record = b""
     while position < len(data):
         if (left := -position % 2**15) and left < 7:
             position += left
@@ -216,7 +221,9 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 def test_tracking(full_run: FinishedRun) -> None:
     """W&B gets every point of TensorBoard and the videos, in one W&B run, also when the run is resumed."""
     proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    wandb_id, curves, points = (full_run.run_dir / "wandb_id").read_text(), full_run.scalars, {}
+    wandb_id = (full_run.run_dir / "wandb_id").read_text()
+    curves = full_run.scalars
+    points = {}
     files = sorted(full_run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert [path.stem for path in files] == [f"run-{wandb_id}"] * (2 if full_run.script == STUDENT else 1)
     assert (wandb_id == SWEEP_RUN) == (full_run.script == STUDENT)
@@ -281,7 +288,9 @@ def test_pretraining_alone(
     params["params"]["actor"] = params["params"].pop("Dense_1")
     path = tmp_path / "policy"
     path.write_bytes(to_bytes(params))
-    evaluations, temperatures, choose = [], [], script.epsilon_greedy
+    evaluations = []
+    temperatures = []
+    choose = script.epsilon_greedy
     monkeypatch.setattr(script, "epsilon_greedy", lambda *args: temperatures.append(args[3]) or choose(*args))
 
     def play_episodes(name: str, act: Callable, *_: Any) -> list[float]:
@@ -309,7 +318,9 @@ def test_pretraining_alone(
 def test_same_seed_same_run(script: Any, teacher: Path, run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs with the same seed have the same curves and models; another seed has others."""
     monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 200)
-    flags, curves, models = {"offline_steps": 100, "offline_eval_frequency": 100, "total_timesteps": 130}, [], []
+    flags = {"offline_steps": 100, "offline_eval_frequency": 100, "total_timesteps": 130}
+    curves = []
+    models = []
     for seed in (3, 3, 4):
         np.random.seed(len(curves))  # noqa: NPY002  the global generator must not matter
         run_dir = run(script, twin(tiny(teacher, seed=seed, train_frequency=10, **flags), script))
@@ -354,7 +365,8 @@ def test_command_lines_of_cleanrl(
     if script in (qdagger, qdagger_jax):
         flags += " --teacher-steps 16 --offline-steps 3 --teacher-eval-episodes 1"
         flags += f" --teacher-policy-hf-repo {teacher} --teacher-model-exp-name {DQN}"
-    due, times_due = [], script.times_due
+    due = []
+    times_due = script.times_due
     monkeypatch.setattr(script, "times_due", lambda *args: due.append(args) or times_due(*args))
     # A transition can be sampled from step 2 on.
     for learning_starts, updates in ((10, [11, 15]), (0, [3, 7, 11, 15])):
@@ -432,7 +444,9 @@ def assert_refused(args: qdagger.Args | dqn_atari.Args, *words: str) -> None:
     assert re.sub(memory, "", refuse(other, twin(args, other))) == re.sub(memory, "", message)
 
 
-NAN, INF, FILE = float("nan"), float("inf"), f"{DQN}.cleanrl_model"
+NAN = float("nan")
+INF = float("inf")
+FILE = f"{DQN}.cleanrl_model"
 VALUES: list[tuple[str, list]] = [
     ("num_envs", [0, -2, 5000, 10**400]), ("batch_size", [0]), ("train_frequency", [0]), ("n_step", [0, 10**9]),
     ("seed", [-1, 2**64]),

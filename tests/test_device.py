@@ -226,7 +226,8 @@ def test_update_lowers_for_cuda_without_scatters(script: Any) -> None:
     """Convolutions are in bfloat16, the last layer in full float32, and no slow scatter is in the update."""
     num_actions = 6
     args = script.Args(num_envs=2, batch_size=4, buffer_size=100)
-    network, optimizer = script.QNetwork(num_actions, jnp.bfloat16), optax.inject_hyperparams(optax.adam)(1e-4)
+    network = script.QNetwork(num_actions, jnp.bfloat16)
+    optimizer = optax.inject_hyperparams(optax.adam)(1e-4)
     sizes = (100, num_actions, args) if script is qdagger_jax else (100, args)
     params = script.init_params(network, jax.random.PRNGKey(1))
     state = script.TrainState(params, params, optimizer.init(params), jax.random.PRNGKey(1))

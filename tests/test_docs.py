@@ -21,7 +21,8 @@ from cleanrl_utils import evaluation, report
 from cleanrl_utils.checkpoint import MAY_CHANGE
 
 ROOT = Path(__file__).resolve().parent.parent
-README, DOCS = ROOT / "README.md", ROOT / "docs"
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("teachers/*/README.md"))]
 SCRIPTS = [ROOT / f"cleanrl/{algorithm}.py" for algorithm in ("dqn_atari", "dqn_atari_jax")]
 SCRIPTS += [ROOT / f"cleanrl/qdagger_dqn_atari{library}_impalacnn.py" for library in ("", "_jax")]

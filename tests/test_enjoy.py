@@ -20,7 +20,8 @@ from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import read_arrays
 
 ROOT = Path(__file__).parent.parent
-GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
+GAME = "AlienNoFrameskip-v4"
+NUM_ACTIONS = 18
 NO_TORCH = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
@@ -89,7 +90,8 @@ def test_one_episode_and_its_video(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """A policy samples its actions in both."""
-    temperatures, import_script = set(), enjoy.import_script
+    temperatures = set()
+    import_script = enjoy.import_script
 
     def import_and_record(*args: object) -> ModuleType:
         script = import_script(*args)

@@ -56,7 +56,9 @@ class Learner:
         self, args: qdagger.Args, picked: torch.device, bf16: bool, memory_format: torch.memory_format
     ) -> None:
         torch.manual_seed(1)
-        rng, (n, a), shape = np.random.default_rng(1), (args.num_envs, NUM_ACTIONS), (args.num_envs, 4, 84, 84)
+        rng = np.random.default_rng(1)
+        n = args.num_envs
+        shape = (n, 4, 84, 84)
         self.q_network = qdagger.QNetwork(NUM_ACTIONS).to(picked, memory_format=memory_format)
         self.optimizer = torch.optim.Adam(
             self.q_network.parameters(), args.learning_rate, fused=True, capturable=picked.type == "cuda"
@@ -66,8 +68,8 @@ class Learner:
         for _ in range(64):
             step = Step(np.zeros(0), rng.integers(-1, 2, n), rng.random(n) < 0.1, none, rng.random(n) < 0.1, [])
             observation = torch.as_tensor(rng.integers(0, 256, shape, np.uint8), device=picked)
-            q_values = torch.as_tensor(rng.random((n, a), np.float32), device=picked)
-            self.replay.add(observation, rng.integers(0, a, n), step, q_values)
+            q_values = torch.as_tensor(rng.random((n, NUM_ACTIONS), np.float32), device=picked)
+            self.replay.add(observation, rng.integers(0, NUM_ACTIONS, n), step, q_values)
         self.generator = torch.Generator(picked).manual_seed(1)
         autocast = torch.autocast(picked.type, torch.bfloat16, enabled=bf16)
         self.update = qdagger.make_update(
@@ -100,14 +102,16 @@ def learn(updates: int, **flags: bool) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_graph_equals_eager(bf16: bool) -> None:
     """Losses and weights are equal to the last bit, with a learning rate that changes."""
-    graph, eager = learn(8, bf16=bf16, cuda_graph=True), learn(8, bf16=bf16, cuda_graph=False)
+    graph = learn(8, bf16=bf16, cuda_graph=True)
+    eager = learn(8, bf16=bf16, cuda_graph=False)
     torch.testing.assert_close(graph, eager, rtol=0, atol=0)
 
 
 @needs_torch
 def test_compiled_equals_eager() -> None:
     """The losses of 30 updates are equal, up to what Adam makes of the rounding of float32."""
-    (_, losses), (_, eager) = learn(6, bf16=False, compile=True), learn(6, bf16=False, cuda_graph=False)
+    _, losses = learn(6, bf16=False, compile=True)
+    _, eager = learn(6, bf16=False, cuda_graph=False)
     torch.testing.assert_close(losses, eager, rtol=1e-2, atol=1e-3)
 
 
@@ -115,9 +119,11 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
     """The direction is the same, up to the rounding of the precision."""
-    args, formats = qdagger.Args(num_envs=4), {"cpu": torch.contiguous_format, "cuda": torch.channels_last}
+    args = qdagger.Args(num_envs=4)
+    formats = {"cpu": torch.contiguous_format, "cuda": torch.channels_last}
     learners = [Learner(args, torch.device(name), False, memory_format) for name, memory_format in formats.items()]
-    cpu, gradients = learners[0], []
+    cpu = learners[0]
+    gradients = []
     batch = qdagger.sample(cpu.replay.ring, *cpu.replay.window, 32, cpu.generator, 1, 0.99)
     for learner in learners:
         on_device = qdagger.Batch(*(array.to(learner.generator.device) for array in batch))
@@ -134,7 +140,8 @@ def test_nothing_synchronises_with_the_gpu() -> None:
     learner = Learner(args, *device.set_up_torch(args.cuda, args.bf16))
     learner.learn(device.CudaGraph.EAGER_CALLS + 1)
     observation = torch.zeros((16, 4, 84, 84), dtype=torch.uint8, device="cuda")
-    none, q_values = np.zeros(16, bool), torch.zeros((16, NUM_ACTIONS), device="cuda")
+    none = np.zeros(16, bool)
+    q_values = torch.zeros((16, NUM_ACTIONS), device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

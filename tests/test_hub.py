@@ -29,7 +29,8 @@ from cleanrl_utils.tracking import versions
 
 MODEL = b"the model's bytes" * 100
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-V1_MODEL, V1_COMMIT = b"an older model", "fedcba9876543210fedcba9876543210fedcba98"  # of the tag v1
+V1_MODEL = b"an older model"  # of the tag v1
+V1_COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
 TOKEN = "hf_a_token_of_alice"
 
 # Status and headers of the answer to a request for a repository's model.
@@ -79,7 +80,8 @@ class Handler(BaseHTTPRequestHandler):
         commit = V1_COMMIT if revision in ("v1", V1_COMMIT) else COMMIT
         status, headers = DOWNLOADS.get(repo, (200, {}) if repo in self.server.files else (404, {}))
         if part != "resolve" and repo in ("lab/gated", "lab/cut"):
-            status, headers = 200, {}  # all may list the files
+            status = 200  # all may list the files
+            headers = {}
         tag = f'"{commit[:4]}-{len(self.server.commits)}-{repo.replace("/", "-")}-{(file or "").replace("/", "-")}"'
         files = self.server.files.get(repo, {"dqn_atari.cleanrl_model": V1_MODEL if commit == V1_COMMIT else MODEL})
         tree = [{"type": "file", "oid": "0", "path": path, "size": len(data)} for path, data in files.items()]
@@ -89,7 +91,8 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self):
-        hub, path = self.server, urlsplit(self.path).path
+        hub = self.server
+        path = urlsplit(self.path).path
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             self.answer(401, headers={"X-Error-Message": "Invalid credentials"})

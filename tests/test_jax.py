@@ -103,7 +103,8 @@ def test_networks(network: Callable, jax_network: Callable) -> None:
 
     In bfloat16 the last layer computes in float32, as actions differ by less than 1/256.
     """
-    torch_network, observation = spread(network(A), seed=1), random_batch(0, 4, A)["observation"]
+    torch_network = spread(network(A), seed=1)
+    observation = random_batch(0, 4, A)["observation"]
     expected = torch_network(torch.from_numpy(observation)).detach().numpy()
     params = to_jax(torch_network)
     q_values = jax.jit(jax_network(A).apply)(params, observation)
@@ -167,7 +168,8 @@ def test_losses_and_gradients(script: Any, jax_script: Any, flat: bool) -> None:
     batch of noise has no such window. With flat areas, max-pooling finds many maxima, and PyTorch computes in float64,
     since in float32 it rounds equal sums differently in different places.
     """
-    batch, coefficients = random_batch(4 if flat else 5, 4, A, flat), (1.0, 0.1) if flat else (0.3, 1.0)
+    batch = random_batch(4 if flat else 5, 4, A, flat)
+    coefficients = (1.0, 0.1) if flat else (0.3, 1.0)
     batch["teacher_q_values"] = batch["teacher_q_values"].astype(float if flat else np.float32)
     with float64() if flat else contextlib.nullcontext():
         networks = [spread(script.QNetwork(A), seed) for seed in (2, 3)]
@@ -187,8 +189,10 @@ def test_losses_and_gradients(script: Any, jax_script: Any, flat: bool) -> None:
 
 def test_extreme_q_values_give_a_finite_loss() -> None:
     """Softmaxes underflow to zero, where 0 · log 0 is 0 and not NaN."""
-    q, teacher_q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]]), jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
-    zeros, state = jnp.zeros(2), jnp.arange(2)
+    q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]])
+    teacher_q = jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
+    zeros = jnp.zeros(2)
+    state = jnp.arange(2)
     batch = qdagger_jax.Batch(state, jnp.array([0, 1]), zeros, state, zeros, teacher_q)
     gradient, losses = jax.grad(qdagger_jax_losses, has_aux=True)(
         q, q, batch, 1.0, 0.1, apply=lambda q, state: q[state]
@@ -210,9 +214,11 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
     if script is qdagger:
         flags |= {"temperature": 0.5, "distill_coefficient": 2.0, "final_learning_rate": 1e-4}
         flags |= {"offline_steps": 1, "warmup_updates": 2}
-    args, torch_args = jax_script.Args(**flags), script.Args(**flags)
+    args = jax_script.Args(**flags)
+    torch_args = script.Args(**flags)
     optimizer = optax.inject_hyperparams(optax.adam)(1e-3) if script is qdagger else optax.adam(1e-3)
-    params, key = small_to_jax(network), jax.random.PRNGKey(5)
+    params = small_to_jax(network)
+    key = jax.random.PRNGKey(5)
     state = jax_script.TrainState(params, small_to_jax(target_network), optimizer.init(params), key)
 
     # The ring is replaced by the batches; the sample's key selects one of them.
@@ -253,7 +259,8 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
         adam.step()
     for found, term in zip(losses, expected, strict=True):
         np.testing.assert_allclose(found, term.detach().numpy(), rtol=1e-4)
-    found, target = small_to_torch(state.params), small_to_torch(state.target_params)
+    found = small_to_torch(state.params)
+    target = small_to_torch(state.target_params)
     for name, parameter in network.named_parameters():
         # Where a gradient is hardly more than rounding, Adam's step along it is not.
         close = np.isclose(found[name], parameter.detach().numpy(), rtol=0, atol=1e-6)

@@ -22,7 +22,9 @@ from cleanrl_utils.atari import AtariEnvs
 from cleanrl_utils.models import read_arrays
 
 PONG = REPO / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1" / "dqn_atari.cleanrl_model"
-SCRIPTS, A, ATOMS = [qdagger, qdagger_jax], 6, 51
+SCRIPTS = [qdagger, qdagger_jax]
+A = 6
+ATOMS = 51
 MODELS = {  # the class and its options
     "DQN": (DQN, {"buffer_size": 1}),
     "QR-DQN": (QRDQN, {"buffer_size": 1}),
@@ -43,7 +45,8 @@ class Spaces(gym.Env):
 @pytest.fixture(scope="module")
 def observations() -> np.ndarray:
     """1,000 observations of Pong, uint8 (1000, 4, 84, 84)."""
-    envs, rng = AtariEnvs("PongNoFrameskip-v4", 10, seed=1), np.random.default_rng(1)
+    envs = AtariEnvs("PongNoFrameskip-v4", 10, seed=1)
+    rng = np.random.default_rng(1)
     found = [envs.reset(), *(envs.step(rng.integers(0, A, 10)).observation for _ in range(199))]
     envs.close()
     return np.concatenate(found[::2])
@@ -56,14 +59,19 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     Layers that do not act are random, as those of target networks and critics. A policy's logits are the Q-values
     times 500: they differ by hundredths.
     """
-    name, (algorithm, options) = request.param, MODELS[request.param]
+    name = request.param
+    algorithm, options = MODELS[request.param]
     model = algorithm("CnnPolicy", Spaces(), device="cpu", seed=1, **options)
     net = model.policy
     if algorithm in (PPO, A2C):
-        extractor, head, sharpness = net.pi_features_extractor, net.action_net, 500
+        extractor = net.pi_features_extractor
+        head = net.action_net
+        sharpness = 500
     else:
         net = net.q_net if algorithm is DQN else net.quantile_net
-        extractor, head, sharpness = net.features_extractor, (net.q_net if algorithm is DQN else net.quantile_net)[0], 1
+        extractor = net.features_extractor
+        head = (net.q_net if algorithm is DQN else net.quantile_net)[0]
+        sharpness = 1
     layers = {0: extractor.cnn[0], 2: extractor.cnn[2], 4: extractor.cnn[4], 7: extractor.linear[0], 9: head}
     for key, array in read_arrays(PONG).items():
         _, index, part = key.split(".")
@@ -130,8 +138,11 @@ def cleanrl_file(kind: str, weights: dict[str, np.ndarray]) -> bytes:
 @pytest.mark.parametrize("kind", ["dqn_atari", "c51_atari", "c51_atari_jax", "ppo_atari_envpool_xla_jax_scan"])
 def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -> None:
     """Both are those of a float64 reference, where the teacher's policy is its own or that of its Q-values."""
-    c51, is_policy, batch = kind.startswith("c51"), kind.startswith("ppo"), random_batch(1, 4, A)
-    weights, path = random_weights("nature", A * ATOMS if c51 else A), tmp_path / f"{kind}.cleanrl_model"
+    c51 = kind.startswith("c51")
+    is_policy = kind.startswith("ppo")
+    batch = random_batch(1, 4, A)
+    weights = random_weights("nature", A * ATOMS if c51 else A)
+    path = tmp_path / f"{kind}.cleanrl_model"
     path.write_bytes(cleanrl_file(kind, weights))
     expected = nature({key: value.astype(float) for key, value in weights.items()}, batch["observation"])
     if c51:
@@ -143,7 +154,8 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
     for temperature in (0.1, 1.0):
         q_function, found_is_policy = load_q_function(script, path, temperature)
         assert found_is_policy == is_policy
-        outputs, scale = q_function(batch["observation"]), temperature if is_policy else 1.0
+        outputs = q_function(batch["observation"])
+        scale = temperature if is_policy else 1.0
         np.testing.assert_allclose(outputs, scale * expected, rtol=0, atol=1e-5)
         teacher, student = (log_softmax(x) for x in (scale * expected / temperature, q / temperature))
         assert 0.18 < np.exp(teacher).max() < 0.999, "another policy would have the same loss"

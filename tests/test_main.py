@@ -76,7 +76,8 @@ class Recorder:
         self.rng = np.random.default_rng(5)
         names = ("epsilon_greedy", "make_update", "update_target", "play_episodes")
         self.functions = {name: getattr(script, name) for name in names}
-        self.make_envs, self.add_to_replay = AtariEnvs.__init__, script.Replay.add
+        self.make_envs = AtariEnvs.__init__
+        self.add_to_replay = script.Replay.add
         self.scalars: Scalars = {}
 
     def main(self, folder: Path) -> None:
@@ -233,16 +234,20 @@ class Recorder:
     def play_episodes(self, *args: Any, **kwargs: Any) -> list[float]:
         """Let the policy act once; return higher returns for the teacher than for the random policy."""
         values = bound(self.functions["play_episodes"], args, kwargs)
-        name, episodes = values["name"], values["episodes"]
+        name = values["name"]
+        episodes = values["episodes"]
         if self.phase == "":  # not in the training, whose speed is logged
             self.clock += 1000
-        during, observation = self.phase, self.observation
-        self.phase, self.observation = name, self.noise(2)
+        during = self.phase
+        observation = self.observation
+        self.phase = name
+        self.observation = self.noise(2)
         values["make_envs"](num_envs=1, seed=values["seed"])
         values["act"](self.observation)
         returns = (self.rng.integers(0, 20, episodes) + {"teacher": 100, "random": 10}.get(name, 30)).tolist()
         self.note("evaluate", episodes=episodes, returns=returns, during=during, total=self.gradient_steps)
-        self.phase, self.observation = during, observation
+        self.phase = during
+        self.observation = observation
         return returns
 
 
@@ -298,7 +303,8 @@ def run(
 
 def test_replay_holds_what_happened(run: Recorder) -> None:
     """Each step has the observation before it, the action that was taken, its result, and the teacher's Q-values."""
-    added, received = run.of("add", "offline", "online"), run.of("recv", "offline", "online")
+    added = run.of("add", "offline", "online")
+    received = run.of("recv", "offline", "online")
     sent = run.of("send", "offline", "online")
     assert len(added) == len(received) == len(sent) > 0
     for add, recv, send in zip(added, received, sent, strict=True):
@@ -371,7 +377,8 @@ def test_policies(run: Recorder) -> None:
             q_values = run.q_of_teacher(choice.seen)
             temperature = run.args.temperature if run.args.num_envs == MANY_ENVIRONMENTS["num_envs"] else 0.0
         else:
-            q_values, temperature = choice.q_of_student, 0.0
+            q_values = choice.q_of_student
+            temperature = 0.0
         assert choice.temperature == temperature
         if q_values is not None:
             np.testing.assert_allclose(choice.q_values, q_values, rtol=0, atol=1e-4)
@@ -391,7 +398,8 @@ def test_evaluations(run: Recorder) -> None:
     """Each is made when it is due, at its ε: 1 for the random policy, ``end_e`` for all others."""
     args = run.args
     found = [(each.phase, each.episodes, each.during, each.total) for each in run.calls if each.call == "evaluate"]
-    expected, offline_steps = [], 0
+    expected = []
+    offline_steps = 0
     if run.q_of_teacher:
         expected += [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
         offline_steps = args.offline_steps
@@ -424,7 +432,9 @@ def first_step_with_updates(args: Any) -> int:
 
 def test_updates_that_are_due(run: Recorder) -> None:
     """Each phase has its gradient steps and target updates in this order, whatever ``num_envs`` is."""
-    args, n, found = run.args, run.args.num_envs, []
+    args = run.args
+    n = args.num_envs
+    found = []
     for each in run.calls:
         if each.call == "update":
             found += ["gradient step"] * each.new
@@ -449,7 +459,8 @@ def test_updates_that_are_due(run: Recorder) -> None:
 def distill_coefficients(run: Recorder) -> list[float]:
     """Compute λ in each step of the online phase."""
     teacher_return, random_return = (np.mean(run.of("evaluate", name)[0].returns) for name in ("teacher", "random"))
-    found, recent = [], []
+    found = []
+    recent = []
     for recv in run.of("recv", "online"):
         share = (teacher_return - np.mean(recent[-10:])) / (teacher_return - random_return) if recent[9:] else 1.0
         found.append(run.args.distill_coefficient * min(max(share, 0.0), 1.0))
@@ -462,7 +473,8 @@ def test_coefficients_of_updates(run: Recorder) -> None:
     """λ is constant offline and annealed online; the learning rate is that of the update and its λ."""
     if not run.q_of_teacher:
         return
-    online, step = distill_coefficients(run), 0
+    online = distill_coefficients(run)
+    step = 0
     for each in run.calls:
         step += (each.call, each.phase) == ("add", "online")
         if each.call == "update":
@@ -478,12 +490,16 @@ def test_coefficients_of_updates(run: Recorder) -> None:
 
 def test_curves(run: Recorder) -> None:
     """The curves have the points of the run: unclipped returns, lengths, ε and λ as used, the last losses."""
-    args, n, expected = run.args, run.args.num_envs, {}
+    args = run.args
+    n = args.num_envs
+    expected = {}
 
     def log(tag: str, value: float, step: int) -> None:
         expected.setdefault(tag, []).append((step, pytest.approx(value, rel=1e-6)))
 
-    offline_steps, step, updates = 0, 0, 0  # the last two of the online phase
+    offline_steps = 0
+    step = 0  # of the online phase
+    updates = 0  # of the online phase
     updates_per_log = LOG_EVERY // args.train_frequency
     if run.q_of_teacher:
         offline_steps = args.offline_steps
@@ -506,7 +522,8 @@ def test_curves(run: Recorder) -> None:
                 log("charts/offline/updates_per_second", UPDATES_PER_SECOND, each.total)
             updates += each.new * (each.phase == "online")
         elif each.call == "choose" and each.phase == "online":
-            epsilon, updates_before = each.epsilon, updates
+            epsilon = each.epsilon
+            updates_before = updates
         elif each.call == "recv" and each.phase == "online":
             if multiples(LOG_EVERY, step, step + n):
                 log("charts/SPS", STEPS_PER_SECOND, offline_steps + step)

@@ -46,8 +46,10 @@ class Buffer:
 
     def __init__(self, script: Any, length: int, num_envs: int, n_step: int, gamma: float, seed: int = 0):
         sizes = {"buffer_size": length * num_envs, "num_envs": num_envs, "n_step": n_step, "gamma": gamma}
-        self.script, self.args = script, script.Args(**sizes)
-        self.torch, self.distills = hasattr(script, "torch"), hasattr(script, "qdagger_loss")
+        self.script = script
+        self.args = script.Args(**sizes)
+        self.torch = hasattr(script, "torch")
+        self.distills = hasattr(script, "qdagger_loss")
         inputs = [length * num_envs, *[NUM_ACTIONS] * self.distills, self.args]
         self.replay = script.Replay(*inputs, *[torch.device("cpu")] * self.torch)
         self.generator = torch.Generator().manual_seed(seed)
@@ -140,7 +142,10 @@ class Rollout:
 
     def __init__(self, script: Any, num_envs: int, length: int, n_step: int, gamma: float, seed: int = 0):
         self.buffer = Buffer(script, length, num_envs, n_step, gamma, seed)
-        self.num_envs, self.length, self.n_step, self.gamma = num_envs, length, n_step, gamma
+        self.num_envs = num_envs
+        self.length = length
+        self.n_step = n_step
+        self.gamma = gamma
         self.rng = np.random.default_rng(seed)
         self.episodes = [[Episode(frame(env, 0))] for env in range(num_envs)]
         self.places: list[list[tuple[Episode, int]]] = [[] for _ in range(num_envs)]  # of step t: episode, step in it
@@ -154,14 +159,16 @@ class Rollout:
                 episodes[-1].truncate()
                 episodes.append(Episode(frame(env, self.steps)))
             return self.buffer.replay.truncate_episodes()
-        n, t = self.num_envs, self.steps
+        n = self.num_envs
+        t = self.steps
         action = self.rng.integers(0, NUM_ACTIONS, n)
         reward = self.rng.choice([-400, -2, -1, 0, 1, 2, 7, 400], n).astype(np.int32)
         self.teacher.append(self.rng.normal(size=(n, NUM_ACTIONS)).astype(np.float32))
         terminated, truncated, reset = np.zeros((3, n), bool)
         observation = np.stack([episodes[-1].observations[-1] for episodes in self.episodes])
         for env, episodes in enumerate(self.episodes):
-            episode, image = episodes[-1], frame(env, t + 1)
+            episode = episodes[-1]
+            image = frame(env, t + 1)
             self.places[env].append((episode, len(episode.actions)))
             if episode.over:
                 reset[env] = True
@@ -286,13 +293,15 @@ def test_sampling_is_uniform(script: Any, n_step: int) -> None:
     short_episodes = [STEP, END, STEP, LIFE, CUT, STEP] * 8
     events = [short_episodes, [*short_episodes[1:], STEP], [CUT, STEP, STEP] * 16]
     rollout = scripted(script, 20, n_step, events)
-    valid, samples = rollout.valid(), 8_000
+    valid = rollout.valid()
+    samples = 8_000
     assert len(rollout.window()) - len(valid) >= len(valid) / 4
     count = rollout.count(samples)
     oldest, _ = rollout.window()[0]
     assert set(valid) <= set(count)
     assert all(t == oldest for t, _ in set(count) - set(valid)), "the step before is in the window"
-    expected, degrees = samples / len(valid), len(valid) - 1
+    expected = samples / len(valid)
+    degrees = len(valid) - 1
     chi_square = sum((count[at] - expected) ** 2 / expected for at in valid)
     # The seed is fixed. Mean + 4 standard deviations are exceeded with about one seed in ten thousand.
     assert chi_square < degrees + 4 * np.sqrt(2 * degrees)
@@ -373,9 +382,13 @@ def test_runs_without_an_update_are_refused(total: int, starts: int, every: int,
 def test_emulated_observations_come_back(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three environments, of which each episode is truncated after 100 steps, in a small ring."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 400)
-    num_envs, length, rng = 3, 130, np.random.default_rng(0)
+    num_envs = 3
+    length = 130
+    rng = np.random.default_rng(0)
     buffer = Buffer(script, length, num_envs, 1, 0.99)
-    observations, actions, results = [], [], []
+    observations = []
+    actions = []
+    results = []
     with closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=7)) as envs:
         observation = envs.reset()
         for _ in range(300):
@@ -384,7 +397,8 @@ def test_emulated_observations_come_back(script: Any, monkeypatch: pytest.Monkey
             buffer.add(observation, action, result, np.zeros((num_envs, NUM_ACTIONS), np.float32))
             observations.append(observation.copy()), actions.append(action.copy()), results.append(result)
             observation = result.observation
-    observations, actions = np.array(observations), np.array(actions)
+    observations = np.array(observations)
+    actions = np.array(actions)
     reward, terminated, truncated, reset = map(np.array, list(zip(*results, strict=True))[1:5])
     first = 300 - length + 3
     t, env = np.nonzero(~reset[first:299])  # without final observations

@@ -57,9 +57,11 @@ def random_points(rng: np.random.Generator, level: float, last: int = 21000) -> 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str, int], Points]]:
     """Two games, two scripts and three seeds, the last of Pong unfinished, with the points written."""
-    root, written = tmp_path_factory.mktemp("runs"), {}
+    root = tmp_path_factory.mktemp("runs")
+    written = {}
     for key in itertools.product(("Breakout", "Pong"), ("qdagger", "scratch"), (1, 2, 3)):
-        level, last = {"qdagger": 17, "scratch": -12}[key[1]] + key[2], 11000 if key[::2] == ("Pong", 3) else 21000
+        level = {"qdagger": 17, "scratch": -12}[key[1]] + key[2]
+        last = 11000 if key[::2] == ("Pong", 3) else 21000
         written[key] = random_points(np.random.default_rng(len(written)), level, last)
         write_run(root, key[2], written[key], f"{key[0]}NoFrameskip-v4", key[1])
     return root, written
@@ -244,7 +246,8 @@ def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
         for axis, tag, window in zip(panel, (TRAINING, LAMBDA), (10, 1), strict=True):
             lines = [line for line in axis.get_lines() if line.get_label() in ("qdagger", "scratch")]
             for line, key in zip(lines, keys, strict=True):
-                points, (steps, means) = written[key], line.get_data()
+                points = written[key]
+                steps, means = line.get_data()
                 assert (line.get_label(), steps[-1]) == (key[1], 20000 if EVALUATION in points else 10000)
                 before = [[value for at, value in points[tag] if at - 1000 <= step][-window:] for step in steps]
                 np.testing.assert_allclose(means, [np.mean(x) if x else np.nan for x in before], rtol=1e-6)

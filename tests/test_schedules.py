@@ -86,7 +86,8 @@ schedule_flags = st.builds(
 @given(st.integers(0, 100), st.floats(0, 1), schedule_flags)
 def test_learning_rate_is_the_formula_in_both_scripts(update: int, share: float, flags: dict[str, Any]) -> None:
     """Linear warmup; linear over the offline phase to the online rate; online with λ to the final rate."""
-    args, online = qdagger.Args(**flags), update >= flags["offline_steps"]
+    args = qdagger.Args(**flags)
+    online = update >= flags["offline_steps"]
     target = args.learning_rate if args.online_learning_rate is None else args.online_learning_rate
     if args.final_learning_rate is not None and online:
         target = args.final_learning_rate + share * (target - args.final_learning_rate)
@@ -119,8 +120,10 @@ SAMPLES = 40_000
 @pytest.mark.parametrize("epsilon", [0.0, 0.3, 1.0])
 def test_epsilon_greedy(script: Any, epsilon: float) -> None:
     """Each action is a random one with probability ε. The order of the random numbers reproduces older runs."""
-    rng, twin = np.random.default_rng(0), np.random.default_rng(0)
-    best, random = rng.integers(0, 5, SAMPLES), twin.integers(0, 5, (2, SAMPLES))[1]
+    rng = np.random.default_rng(0)
+    twin = np.random.default_rng(0)
+    best = rng.integers(0, 5, SAMPLES)
+    random = twin.integers(0, 5, (2, SAMPLES))[1]
     temperature = [] if script.__name__.startswith("dqn") else [0.0]
     actions = script.epsilon_greedy(np.eye(5, dtype=np.float32)[best], epsilon, rng, *temperature)
     np.testing.assert_array_equal(actions, np.where(twin.random(SAMPLES) < epsilon, random, best))
@@ -133,7 +136,8 @@ def test_epsilon_greedy(script: Any, epsilon: float) -> None:
 def test_sampling(script: Any, temperature: float, epsilon: float) -> None:
     """Actions are drawn from softmax(Q / temperature), with random ones on top: χ² at the level of 0.1 %."""
     q_values = np.array([0.3, 0.1, 0.0, -0.2, 0.25], np.float32)
-    rows, rng = np.tile(q_values, (SAMPLES, 1)), np.random.default_rng(0)
+    rows = np.tile(q_values, (SAMPLES, 1))
+    rng = np.random.default_rng(0)
     actions = script.epsilon_greedy(rows, epsilon, rng, temperature)
     policy = np.exp(q_values / temperature) / np.exp(q_values / temperature).sum()
     expected = SAMPLES * (epsilon / 5 + (1 - epsilon) * policy)
@@ -161,16 +165,19 @@ def test_each_multiple_is_due_once(script: Any, strides: list[int], start: int, 
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_target_network_moves_by_tau(script: Any, tau: float) -> None:
     """tau 1 copies it bit for bit; the Q-network does not change."""
-    online, target = SmallNetwork(4), SmallNetwork(4)
+    online = SmallNetwork(4)
+    target = SmallNetwork(4)
     before, weights = (copy.deepcopy(network.state_dict()) for network in (target, online))
     if hasattr(script, "jax"):
         params = [{key: value.numpy() for key, value in each.items()} for each in (weights, before)]
         state = script.TrainState(*jax.tree.map(jnp.array, params), None, jax.random.key(0))
         state = script.update_target(state, tau)
-        online_after, target_after = state.params, state.target_params
+        online_after = state.params
+        target_after = state.target_params
     else:
         script.update_target(target, online, tau)
-        online_after, target_after = online.state_dict(), target.state_dict()
+        online_after = online.state_dict()
+        target_after = target.state_dict()
     for key, value in weights.items():
         expected = (1 - tau) * before[key].numpy() + tau * value.numpy()
         np.testing.assert_allclose(target_after[key], expected, rtol=0, atol=0 if tau in (0, 1) else 1e-6)

@@ -51,7 +51,8 @@ def random_weights(architecture, num_actions=6, widths=None):
                 layers[f"network.{i}.{name}"] = (outputs, outputs, 3, 3)
     first, pixels = (7, 49) if architecture == "nature" else (5, 121)
     layers |= {f"network.{first}": (hidden, channels[-1] * pixels), f"network.{first + 2}": (num_actions, hidden)}
-    rng, weights = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    weights = {}
     for name, shape in layers.items():
         weights[f"{name}.weight"] = rng.normal(0, np.prod(shape[1:]) ** -0.5, shape).astype(np.float32)
         weights[f"{name}.bias"] = rng.normal(0, 0.1, shape[0]).astype(np.float32)
@@ -167,7 +168,8 @@ def quantiles(number):
 
 def formats(weights):
     """Return the same weights in every format that is read."""
-    params, flags = flax_params(weights), {"env_id": "PongNoFrameskip-v4", "seed": 1, "track": False, "tag": None}
+    params = flax_params(weights)
+    flags = {"env_id": "PongNoFrameskip-v4", "seed": 1, "track": False, "tag": None}
     float64 = {key: value.astype(np.float64) for key, value in weights.items()}
     files = {
         "torch": torch_bytes(weights),
@@ -189,7 +191,8 @@ def formats(weights):
 @pytest.mark.parametrize("architecture", WIDTHS)
 def test_every_format_is_read(architecture, tmp_path):
     weights = random_weights(architecture)
-    params, path = torch_to_flax(weights), tmp_path / "any name"
+    params = torch_to_flax(weights)
+    path = tmp_path / "any name"
     student = architecture == "impala"
     for data in formats(weights).values():
         path.write_bytes(data)
@@ -415,8 +418,10 @@ def test_policies_of_another_network(tmp_path):
 
 def test_zip_archives(tmp_path):
     """Damaged, nested and hostile ones are refused."""
-    data, foreign = torch_bytes(SMALL), "neither stable-baselines3 nor a state dict"
-    many, rebuild = torch.zeros(1000), torch._utils._rebuild_tensor_v2
+    data = torch_bytes(SMALL)
+    foreign = "neither stable-baselines3 nor a state dict"
+    many = torch.zeros(1000)
+    rebuild = torch._utils._rebuild_tensor_v2
     storage = many._typed_storage()
     for content, *messages in (
         (b"PK\x03\x04" + bytes(50), "File is not a zip file"),

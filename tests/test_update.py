@@ -108,7 +108,8 @@ class Reference:
 
     def gradient(self, q: np.ndarray) -> np.ndarray:
         """Compute dL/dQ in closed form, float64 (B, num_actions)."""
-        policy, rows = np.exp(log_softmax(q / self.temperature)), np.arange(len(q))
+        policy = np.exp(log_softmax(q / self.temperature))
+        rows = np.arange(len(q))
         gradient = self.coefficient / (len(q) * self.temperature) * (policy - np.exp(self.teacher))
         gradient[rows, self.action] += 2 / len(q) * (q[rows, self.action] - self.y)
         return gradient
@@ -220,7 +221,8 @@ def test_loss_and_its_gradient(
     """
     rng = np.random.default_rng(seed)
     q = rng.normal(scale=scale, size=(2 * size, num_actions))
-    state, next_state = rng.permutation(2 * size)[:size], rng.integers(0, 2 * size, size)
+    state = rng.permutation(2 * size)[:size]
+    next_state = rng.integers(0, 2 * size, size)
     batch = qdagger.Batch(
         observation=torch.from_numpy(state),
         action=torch.from_numpy(rng.integers(0, num_actions, size)),
@@ -229,7 +231,8 @@ def test_loss_and_its_gradient(
         bootstrap_discount=torch.from_numpy(rng.choice([0.0, 0.9, 0.99], size)),
         teacher_q_values=torch.from_numpy(rng.normal(scale=scale, size=(size, num_actions))),
     )
-    table, reference = Table(q), Reference(batch, q[next_state], coefficient, temperature)
+    table = Table(q)
+    reference = Reference(batch, q[next_state], coefficient, temperature)
     losses = qdagger_losses(table, table, batch, coefficient, temperature)
     found = [term.item() for term in losses[:3]]
     np.testing.assert_allclose(found, reference.losses(q[state]), rtol=1e-8, atol=1e-12)
@@ -239,7 +242,8 @@ def test_loss_and_its_gradient(
     expected[state] = reference.gradient(q[state])
     np.testing.assert_allclose(table.q_values.grad.numpy(), expected, rtol=1e-8, atol=1e-12)
 
-    table, target_table = Table(q), Table(rng.normal(scale=scale, size=q.shape))
+    table = Table(q)
+    target_table = Table(rng.normal(scale=scale, size=q.shape))
     reference = Reference(batch, target_table.q_values.detach().numpy()[next_state], 0.0, temperature)
     columns = {name: getattr(batch, name) for name in dqn_atari.Batch._fields}
     td_loss, q_values = dqn_losses(table, target_table, dqn_atari.Batch(**columns))
@@ -266,9 +270,11 @@ class Learner(NamedTuple):
 
     def random_step(self) -> tuple:
         """Return random arguments for `Replay.add`."""
-        rng, device = self.rng, self.replay.ring.frame.device
+        rng = self.rng
+        device = self.replay.ring.frame.device
         observation = torch.from_numpy(rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)).to(device)
-        reward, flags = rng.integers(-1, 2, 2, dtype=np.int32), rng.random((2, 2)) < 0.1
+        reward = rng.integers(-1, 2, 2, dtype=np.int32)
+        flags = rng.random((2, 2)) < 0.1
         result = Step(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], episodes=[])
         step = observation, rng.integers(0, 6, 2), result
         if "teacher_q_values" not in self.replay.ring._fields:
@@ -312,8 +318,10 @@ def assert_same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
 @every_script
 def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
     """λ and learning rates are those of the call, steps are Adam's, and the target network does not change."""
-    learner, autocast = make_learner(script, bf16=bf16), torch.autocast("cpu", torch.bfloat16, enabled=bf16)
-    q_network, target_network = copy.deepcopy(learner.q_network), copy.deepcopy(learner.target_network)
+    learner = make_learner(script, bf16=bf16)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    q_network = copy.deepcopy(learner.q_network)
+    target_network = copy.deepcopy(learner.target_network)
     adam = torch.optim.Adam(q_network.parameters(), lr=1e-3, fused=True)
     for coefficient, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3]), (0.0, [2e-3])):
         if script is dqn_atari:
@@ -365,7 +373,8 @@ def test_nothing_synchronises_with_a_gpu(script: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # not for this device
     learner = make_learner(script, "meta")
     inputs = *learner.replay.window, *((0.5, 1e-3) if script is qdagger else ())
-    tensors, step = [torch.as_tensor(value, device="meta") for value in inputs], learner.random_step()
+    tensors = [torch.as_tensor(value, device="meta") for value in inputs]
+    step = learner.random_step()
     with NoSynchronisation():
         learner.update(*inputs)
         learner.update(*tensors)  # as in a CUDA graph

@@ -26,7 +26,8 @@ from cleanrl_utils import enjoy
 from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.errors import UserError
 
-GAME, NUM_ACTIONS = "AlienNoFrameskip-v4", 18
+GAME = "AlienNoFrameskip-v4"
+NUM_ACTIONS = 18
 SIZES = "--num-envs 2 --teacher-steps 60 --offline-steps 3 --offline-eval-frequency 3 --total-timesteps 60 "
 SIZES += "--buffer-size 60 --learning-starts 20 --train-frequency 8 --batch-size 2 "
 SIZES += "--teacher-eval-episodes 1 --eval-episodes 2 --end-e 0.2 "
@@ -74,7 +75,8 @@ def short_episodes() -> Iterator[None]:
 @pytest.fixture(scope="module", params=CHANGES)
 def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Student]:
     """Train a copy, stop it in the online phase, and resume it."""
-    folder, (script, lines) = tmp_path_factory.mktemp("copy"), CHANGES[request.param]
+    folder = tmp_path_factory.mktemp("copy")
+    script, lines = CHANGES[request.param]
     text = Path(script.__file__).read_text(encoding="utf-8")
     for old, new in lines.items():
         assert text.count(old) == 1
@@ -84,7 +86,8 @@ def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     copy = import_copy(path)
     flags = f"{SIZES} --env-id {GAME} --teacher-policy-hf-repo {write_teacher(folder / 'teacher')} "
     flags += "--teacher-model-exp-name dqn_atari"
-    add, calls = copy.Replay.add, itertools.count(1)
+    add = copy.Replay.add
+    calls = itertools.count(1)
 
     def add_and_stop(*args: object) -> None:
         add(*args)
