@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 for script in qdagger_dqn_atari_impalacnn qdagger_dqn_atari_jax_impalacnn; do
+    # A failed run (exit code 1) does not stop the other library's.
     python -m cleanrl_utils.benchmark --env-ids PongNoFrameskip-v4 BreakoutNoFrameskip-v4 BeamRiderNoFrameskip-v4 \
-        --command "python cleanrl/$script.py" --num-seeds 3 --workers 1 "$@" || [ $? = 1 ] # a failed run does not stop the other library's
+        --command "python cleanrl/$script.py --n-step 3 --final-learning-rate 1e-5" \
+        --num-seeds 3 --workers 1 "$@" || [ $? = 1 ]
 done
