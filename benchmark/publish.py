@@ -122,11 +122,10 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[Callable[[Any, Sequence[Run]
     longer = [replace(run, exp_name=QDAGGER_LEGEND) for run in runs if run.exp_name == LONGER.get(run.game)]
     scratch = [replace(run, exp_name="from scratch, 58,000 steps") for run in runs if run.exp_name == FROM_SCRATCH]
     full_size = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == FULL_SIZE]
-    longest = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == LONGEST]
     return {
         "results": (draw_curves, sorted(longer + scratch)),
         "variants": (draw_variants, [run for run in runs if run.exp_name != FULL_SIZE]),
-        "long": (draw_curves, full_size or longest),
+        "long": (draw_curves, full_size),
     }
 
 
