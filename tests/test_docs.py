@@ -242,11 +242,16 @@ def test_results_are_those_of_the_csv() -> None:
     findings = section(DOCS / "results.md", "Findings")
     assert set(re.findall(r"-?[\d,]+\.\d+(?: ± [\d.]*\d)?|\d+ (?:%|runs)", findings)) == numbers
 
-    full_size = {}
-    for run in groups.get(("Breakout", publish.FULL_SIZE), []):
-        full_size |= {f"{steps:,}": f"{mean:,.1f}" for steps, mean in run.evaluations.items()}
-    shown = rows(section(DOCS / "results.md", "2,500,000 steps"))
-    assert {steps: text.split(" ")[0] for steps, text in shown} == full_size  # the text may have a standard error
+    (run,) = groups["Breakout", publish.FULL_SIZE]
+    evaluations = {f"{steps:,}": f"{mean:,.1f}" for steps, mean in run.evaluations.items()}
+    full_size = section(DOCS / "results.md", "2,500,000 steps")
+    assert {steps: text.split(" ")[0] for steps, text in rows(full_size)} == evaluations  # without the standard error
+    late = run.curves[0][np.linspace(0, run.online_steps, report.GRID) >= 1_000_000]
+    assert f"between {late.min():.1f} and {late.max():.1f}." in full_size
+    steps, mean = list(evaluations.items())[-1]
+    assert f"[After {steps} online steps](docs/results.md#2500000-steps), its student has a return of {mean}." in read(
+        README
+    )
 
 
 @pytest.mark.posix
