@@ -136,10 +136,14 @@ def start_logging(args: Any, **more: Any) -> tuple[Path, Writer]:
     """
     run_dir = make_run_dir(args) if args.resume is None else Path(args.resume)
     lock = lock_run(run_dir)
-    if args.track:
-        start_wandb(args, run_dir)
-    with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
-        writer = Writer(run_dir, args.track, lock)
+    try:
+        if args.track:
+            start_wandb(args, run_dir)
+        with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
+            writer = Writer(run_dir, args.track, lock)
+    except BaseException:
+        lock.release()  # a notebook keeps the error, its traceback and so the lock
+        raise
     if args.resume is None:
         writer.purge(0)
         command = shell_command(["python", *sys.argv])

@@ -481,6 +481,18 @@ def test_a_failed_run_ends_its_run_in_wandb(tmp_path: Path, monkeypatch: pytest.
     wandb.finish.assert_called_once_with(exit_code=1)
 
 
+def test_a_run_whose_wandb_cannot_start_can_be_resumed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its directory is not locked, although a notebook keeps the error."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setitem(sys.modules, "wandb", wandb := mock.MagicMock())
+    wandb.init.side_effect = RuntimeError("no API key")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(UserError, match="W&B can't start: no API key") as error:
+            start_logging(qdagger.Args(track=True, resume=str(tmp_path / "run")))
+        errors.append(error)
+
+
 def test_optimizer() -> None:
     """A restored optimizer has the saved state, in the memory layout of its parameters, and settings of its own."""
     parameters = [list(qdagger.QNetwork(5).to(memory_format=torch.channels_last).parameters()) for _ in range(2)]
