@@ -1,4 +1,4 @@
-"""Windows, acted out: our modules need nothing that only POSIX has. docs/contributing.md runs them under Wine."""
+"""Windows, acted out: our modules need nothing that only POSIX has."""
 
 import errno
 import json
