@@ -152,8 +152,10 @@ class Checkpoint:
             for segment in self._segments:  # in this order: later steps take the slots of earlier ones
                 path = self.directory / segment.file
                 remedy = "restore it from a backup, or delete the newest .state to resume from the checkpoint before"
-                with user_errors(f"{path} can't be read", remedy), retry(partial(np.load, path)) as file:
-                    arrays = [file[name] for name in replay.ring._fields]
+                # Opened here, as np.load of a damaged file leaves it open, and Windows then does not delete it.
+                with user_errors(f"{path} can't be read", remedy), retry(partial(path.open, "rb")) as file:
+                    loaded = np.load(file)
+                    arrays = [loaded[name] for name in replay.ring._fields]
                 write_ring(replay, segment.low % replay.length, arrays)
             replay.steps_added = self._steps_added
             replay.truncate_episodes()

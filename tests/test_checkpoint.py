@@ -244,6 +244,7 @@ def test_only_new_steps_are_written(tmp_path: Path) -> None:
     assert not present
 
 
+@pytest.mark.filterwarnings("error")  # a file that is left open: Windows can't delete it
 @pytest.mark.parametrize("find", [newest_state, newest_segment])
 def test_any_damage_is_noticed(find: Callable[[Path], Path], two: Path, capsys: pytest.CaptureFixture) -> None:
     """If any byte has a flipped bit, or the end is cut off, the file is named.
