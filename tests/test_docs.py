@@ -246,6 +246,7 @@ def test_results_are_those_of_the_csv() -> None:
     evaluations = {f"{steps:,}": f"{mean:,.1f}" for steps, mean in run.evaluations.items()}
     full_size = section(DOCS / "results.md", "2,500,000 steps")
     assert {steps: text.split(" ")[0] for steps, text in rows(full_size)} == evaluations  # without the standard error
+    assert f"| {run.online_steps:,} | {run.final_return:.1f} ± {run.final_standard_error:.1f} |" in full_size
     late = run.curves[0][np.linspace(0, run.online_steps, report.GRID) >= 1_000_000]
     assert f"between {late.min():.1f} and {late.max():.1f}." in full_size
     sentences = f"has a return of {run.final_return:.1f}. The teacher has {run.teacher_return:.1f} in this run."
