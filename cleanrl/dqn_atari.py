@@ -28,7 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.atari import AtariEnvs, Step, Stream
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
@@ -356,7 +356,7 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
-    envs = make_envs(num_envs=args.num_envs, seed=args.seed)
+    envs = make_envs(num_envs=args.num_envs)
     q_network = QNetwork(envs.num_actions).to(device, memory_format=memory_format)
     target_network = copy.deepcopy(q_network)
     # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
@@ -379,15 +379,14 @@ def main(args: Args) -> None:
 
     def evaluate(name: str) -> list[float]:
         """Play whole episodes and return their returns."""
-        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
-        action_rng = np.random.default_rng(seed)
+        action_rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # the same in each evaluation
 
         def act(observation: np.ndarray) -> np.ndarray:
             checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
             q_values = q_values_of(to_device(observation, device)).cpu().numpy()
             return epsilon_greedy(q_values, args.end_e, action_rng)
 
-        return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
+        return play_episodes(name, act, args.eval_episodes, make_envs, args.seed, video_dir)
 
     with writer, checkpoint:  # a signal stops the run after a checkpoint
         checkpoint.restore()  # does nothing in a new run
@@ -400,7 +399,7 @@ def main(args: Args) -> None:
             update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
-            observation = to_device(envs.reset((args.seed, progress.step)), device)
+            observation = to_device(envs.reset((args.seed, Stream.TRAINING, progress.step)), device)
             steps = range(progress.step, args.total_timesteps, args.num_envs)
             bar = ProgressBar("training", steps, "step")
             start_time = time.perf_counter()

@@ -24,7 +24,7 @@ import optax
 from flax.serialization import to_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.atari import AtariEnvs, Step, Stream
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import set_up_jax
@@ -362,7 +362,7 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
-    envs = make_envs(num_envs=args.num_envs, seed=args.seed)
+    envs = make_envs(num_envs=args.num_envs)
     q_network = QNetwork(envs.num_actions, dtype)
     params = init_params(q_network, init_key)
     optimizer = optax.adam(args.learning_rate)
@@ -380,15 +380,14 @@ def main(args: Args) -> None:
 
     def evaluate(name: str) -> list[float]:
         """Play whole episodes and return their returns."""
-        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
-        action_rng = np.random.default_rng(seed)
+        action_rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # the same in each evaluation
 
         def act(observation: np.ndarray) -> np.ndarray:
             checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
             q_values = np.asarray(q_values_of(state.params, observation))
             return epsilon_greedy(q_values, args.end_e, action_rng)
 
-        return play_episodes(name, act, args.eval_episodes, make_envs, seed, video_dir)
+        return play_episodes(name, act, args.eval_episodes, make_envs, args.seed, video_dir)
 
     with writer, checkpoint:  # a signal stops the run after a checkpoint
         # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
@@ -401,7 +400,7 @@ def main(args: Args) -> None:
                 checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
-            observation = envs.reset((args.seed, progress.step))
+            observation = envs.reset((args.seed, Stream.TRAINING, progress.step))
             steps = range(progress.step, args.total_timesteps, args.num_envs)
             bar = ProgressBar("training", steps, "step")
             start_time = time.perf_counter()

@@ -25,7 +25,7 @@ import optax
 from flax.serialization import to_bytes
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.atari import AtariEnvs, Step, Stream
 from cleanrl_utils.checkpoint import Checkpoint, parse_args
 from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
 from cleanrl_utils.device import set_up_jax
@@ -571,7 +571,7 @@ def main(args: Args) -> None:
     rng = np.random.default_rng(args.seed)
 
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
-    envs = make_envs(num_envs=args.num_envs, seed=args.seed)
+    envs = make_envs(num_envs=args.num_envs)
     hub_name = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
     teacher_path = find_model(args.teacher_policy_hf_repo or hub_name, args.teacher_model_exp_name)
     teacher, teacher_params, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature, dtype)
@@ -597,15 +597,14 @@ def main(args: Args) -> None:
         name: str, network: nn.Module, params: Params, episodes: int, epsilon: float, temperature: float = 0.0
     ) -> list[float]:
         """Play whole episodes and return their returns."""
-        seed = args.seed + 1000  # the same episodes in each evaluation, and others than in the training
-        action_rng = np.random.default_rng(seed)
+        action_rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # the same in each evaluation
 
         def act(observation: np.ndarray) -> np.ndarray:
             checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
             q_values = np.asarray(q_values_of(network, params, observation))
             return epsilon_greedy(q_values, epsilon, action_rng, temperature)
 
-        return play_episodes(name, act, episodes, make_envs, seed, video_dir)
+        return play_episodes(name, act, episodes, make_envs, args.seed, video_dir)
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
         """Save a checkpoint, evaluate the student in ``state``, log its mean return and save its weights."""
@@ -644,7 +643,7 @@ def main(args: Args) -> None:
             # ==================== teacher data ====================
             if progress.teacher_step < data_steps:
                 # The step is in the seed, so that a resumed run does not repeat the first episodes.
-                observation = envs.reset((args.seed, progress.teacher_step))
+                observation = envs.reset((args.seed, Stream.TEACHER_DATA, progress.teacher_step))
                 steps = range(progress.teacher_step, data_steps, args.num_envs)
                 start_time = time.perf_counter()
                 for step in ProgressBar("teacher data", steps, "step"):
@@ -700,7 +699,7 @@ def main(args: Args) -> None:
                 checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
             exploration_steps = args.exploration_fraction * args.total_timesteps
             updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
-            observation = envs.reset((args.seed, progress.online_step))
+            observation = envs.reset((args.seed, Stream.TRAINING, progress.online_step))
             steps = range(progress.online_step, args.total_timesteps, args.num_envs)
             bar = ProgressBar("online", steps, "step")
             start_time = time.perf_counter()

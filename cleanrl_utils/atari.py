@@ -1,6 +1,7 @@
 """Atari: a vector environment for training, evaluation and videos."""
 
 import re
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -14,6 +15,19 @@ MAX_FRAMES = 108_000  # 30 minutes at 60 frames/s, after which an episode is tru
 NOOP_MAX = 30
 FRAME_SKIP = 4
 LIST_GAMES = 'python -c "import ale_py, gymnasium; gymnasium.pprint_registry()"'
+
+
+class Stream(IntEnum):
+    """The uses of random numbers. With (seed, stream, step) as the seed, no two of them have the same numbers.
+
+    They start at 1, since NumPy takes (seed, 0) for ``seed``.
+    """
+
+    TEACHER_DATA = 1
+    TRAINING = 2
+    EVALUATION = 3
+    EVALUATION_ACTIONS = 4
+    VIDEO = 5
 
 
 class Step(NamedTuple):
@@ -58,7 +72,7 @@ class AtariEnvs:
     Emulation overlaps with the caller's code between :meth:`send` and :meth:`recv`. An ended episode is reset in the
     next step (gymnasium's NEXT_STEP mode).
 
-    ``seed`` decides the no-ops and sticky actions. ``images`` are options of ``AtariVectorEnv`` for other observations.
+    ``images`` are options of ``AtariVectorEnv`` for other observations.
     See also :func:`parse_env_id`.
     """
 
@@ -66,7 +80,6 @@ class AtariEnvs:
         self,
         env_id: str,
         num_envs: int,
-        seed: int,
         repeat_action_probability: float | None = None,
         **images: Any,
     ):
@@ -90,12 +103,14 @@ class AtariEnvs:
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
-        self._seed = seed
 
-    def reset(self, seed: int | tuple[int, ...] | None = None) -> np.ndarray:
-        """Start a new episode in every environment, with another ``seed`` if given; return uint8 (N, 4, 84, 84)."""
+    def reset(self, seed: int | tuple[int, ...]) -> np.ndarray:
+        """Start a new episode in every environment; return observations, uint8 (N, 4, 84, 84).
+
+        The seed, also a tuple such as (seed of the run, stream, step), decides the no-ops and sticky actions.
+        """
         # With consecutive numbers instead, runs with seeds 1 and 2 would have environments with the same seed.
-        seeds = np.random.SeedSequence(self._seed if seed is None else seed).generate_state(self.num_envs)
+        seeds = np.random.SeedSequence(seed).generate_state(self.num_envs)
         observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
         self._episode_start = info["frame_number"] - info["episode_frame_number"]
         self._return = np.zeros(self.num_envs, np.int64)

@@ -38,8 +38,9 @@ from cleanrl_utils.tracking import Writer, script_of, versions
 
 T = TypeVar("T")
 MAY_CHANGE = (  # flags that may have another value in a resumed run
-    "resume total_timesteps checkpoint_minutes eval_episodes cuda cuda_graph compile torch_deterministic track "
-    "wandb_project_name wandb_entity capture_video save_model upload_model hf_entity teacher_policy_hf_repo"
+    "resume total_timesteps checkpoint_minutes eval_episodes online_eval_frequency eval_frequency "
+    "cuda cuda_graph compile torch_deterministic track wandb_project_name wandb_entity capture_video save_model "
+    "upload_model hf_entity teacher_policy_hf_repo"
 )
 # Windows lacks some of them, and has SIGBREAK for Ctrl-Break.
 SIGNALS = ("SIGTERM", "SIGINT", "SIGBREAK", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")

@@ -11,7 +11,7 @@ import numpy as np
 import tyro
 
 import cleanrl
-from cleanrl_utils.atari import AtariEnvs, parse_env_id
+from cleanrl_utils.atari import AtariEnvs, Stream, parse_env_id
 from cleanrl_utils.device import set_up_jax, set_up_torch
 from cleanrl_utils.errors import UserError, one_line_errors, user_errors
 from cleanrl_utils.evaluation import Act, play_episodes
@@ -93,7 +93,7 @@ def load_act(args: Args, num_actions: int, script: ModuleType, path: Path) -> tu
             with autocast:
                 return network(torch.as_tensor(observation, device=device)).cpu().numpy()
 
-    rng = np.random.default_rng(args.seed + 1000)  # as in the scripts' evaluations
+    rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # as in the scripts' evaluations
 
     def act(observation: np.ndarray) -> np.ndarray:
         return script.epsilon_greedy(q_function(observation), args.epsilon, rng, temperature)
@@ -107,7 +107,7 @@ def main(args: Args) -> np.ndarray:
         raise UserError("--eval-episodes must be at least 1, --epsilon from 0 to 1, --seed from 0 to 2^32 - 1")
     _, sticky = parse_env_id(args.env_id, args.repeat_action_probability)
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
-    envs = make_envs(num_envs=1, seed=args.seed)
+    envs = make_envs(num_envs=1)
     envs.close()
     repo = args.hf_repository or repository_name(args)
     path = find_model(repo, args.exp_name)
@@ -115,8 +115,7 @@ def main(args: Args) -> np.ndarray:
     act, temperature = load_act(args, envs.num_actions, script, path)
     folder = path.absolute().parent.name if os.path.exists(os.path.expanduser(repo)) else repo.replace("/", "-")
     video_dir = VIDEOS / f"{folder}-{path.stem}" if args.capture_video else None
-    first_seed = args.seed + 1000  # as in the scripts' evaluations
-    returns = np.array(play_episodes("enjoy", act, args.eval_episodes, make_envs, first_seed, video_dir))
+    returns = np.array(play_episodes("enjoy", act, args.eval_episodes, make_envs, args.seed, video_dir))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5
     print(f"standard error {error:.2f}, quartiles {np.quantile(returns, (0.25, 0.5, 0.75)).tolist()}")
     if args.epsilon == temperature == sticky == 0:

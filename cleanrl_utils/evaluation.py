@@ -1,13 +1,15 @@
 """Evaluation: play whole episodes, film one, print the table at the end of a run."""
 
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from cleanrl_utils.atari import AtariEnvs
+from cleanrl_utils.atari import AtariEnvs, Stream
 from cleanrl_utils.errors import one_line, shell_command
 from cleanrl_utils.report import draw_run
 from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
@@ -16,59 +18,74 @@ Act = Callable[[np.ndarray], np.ndarray]  # from observations, uint8 (B, 4, 84, 
 MAX_PARALLEL_EPISODES = 64
 
 
+@dataclass
+class Episode:
+    """An episode of an evaluation while it is played."""
+
+    number: int
+    envs: AtariEnvs  # one environment, which this episode has for itself
+    observation: np.ndarray  # uint8 (1, 4, 84, 84)
+
+
 def play_episodes(
     name: str, act: Act, episodes: int, make_envs: Callable[..., AtariEnvs], seed: int, video_dir: Path | None = None
 ) -> list[float]:
-    """Play whole episodes, print statistics of their unclipped returns, and return these returns.
+    """Play whole episodes, print statistics of their unclipped returns, and return these returns in order.
 
-    Each episode has an environment of its own and counts whenever it ends. Counting the first ``episodes`` to end would
-    over-represent short episodes. The same seed gives the same episodes.
+    Every episode that starts is played to its end and counts: counting the first ``episodes`` to end would
+    over-represent short ones. Each has a seed of its own, so the same ``seed`` gives the same episodes.
 
-    ``make_envs`` is the class :class:`AtariEnvs` with the flags of the game. With a ``video_dir``, one more episode is
-    filmed into this directory. The ``name`` is that of the evaluation in the output.
+    Args:
+        name: the evaluation's name in the output.
+        act: the policy.
+        episodes: the number of episodes.
+        make_envs: the class :class:`AtariEnvs` with the flags of the game.
+        seed: the seed of the run.
+        video_dir: a directory into which one more episode is filmed.
     """
-    returns: list[float] = []
+    returns = [0.0] * episodes
+    unplayed = deque(range(episodes))
+
+    def start(envs: AtariEnvs) -> Episode:
+        number = unplayed.popleft()
+        return Episode(number, envs, envs.reset((seed, Stream.EVALUATION, number)))
+
     with tqdm(total=episodes, desc=name, unit="episode", leave=False, disable=None) as bar:  # only on a terminal
-        while len(returns) < episodes:
-            num_envs = min(MAX_PARALLEL_EPISODES, episodes - len(returns))
-            envs = make_envs(num_envs=num_envs, seed=seed + len(returns))
-            returns += play_one_episode_each(envs, act, bar)
-            envs.close()
+        # A vector environment steps all of its environments, those of ended episodes too. So each one is its own.
+        playing = [start(make_envs(num_envs=1)) for _ in range(min(MAX_PARALLEL_EPISODES, episodes))]
+        while playing:
+            observation = np.concatenate([episode.observation for episode in playing])
+            # Padded to a power of two, since JAX compiles for each batch size. np.resize repeats rows at the end.
+            rows = np.resize(np.arange(len(playing)), 1 << (len(playing) - 1).bit_length())
+            for episode, action in zip(playing, act(observation[rows]), strict=False):
+                episode.envs.send(np.array([action]))
+            still_playing = []
+            for episode in playing:
+                result = episode.envs.recv()
+                episode.observation = result.observation
+                if not result.episodes:
+                    still_playing.append(episode)
+                    continue
+                returns[episode.number] = float(result.episodes[0][1])
+                bar.update()
+                if unplayed:
+                    still_playing.append(start(episode.envs))
+                else:
+                    episode.envs.close()
+            playing = still_playing
     tqdm.write(f"{name}: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over {episodes} episodes")
     if video_dir is not None:
-        film_episode(act, video_dir / f"{name.replace(' ', '-')}.mp4", make_envs, seed + 1000)
+        film_episode(act, video_dir / f"{name.replace(' ', '-')}.mp4", make_envs, seed)
     return returns
-
-
-def play_one_episode_each(envs: AtariEnvs, act: Act, bar: tqdm) -> list[float]:
-    """Play one episode in each environment and return their returns."""
-    returns = np.zeros(envs.num_envs)
-    playing = np.ones(envs.num_envs, bool)
-    observation = envs.reset()
-    while playing.any():
-        rows = np.flatnonzero(playing)
-        # Padded to a power of two, since JAX compiles for each batch size. np.resize repeats rows at the end.
-        padded_rows = np.resize(rows, 1 << (len(rows) - 1).bit_length())
-        actions = act(observation[padded_rows])
-        action = np.zeros(envs.num_envs, np.int64)  # ended episodes get any action
-        action[rows] = actions[: len(rows)]
-        result = envs.step(action)
-        observation = result.observation
-        for env, episodic_return, _ in result.episodes:
-            if playing[env]:
-                returns[env] = episodic_return
-                playing[env] = False
-                bar.update()
-    return returns.tolist()
 
 
 def film_episode(act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed: int) -> float:
     """Play one episode, film it to the mp4 file ``path`` and return its return; warn if it can't be written."""
-    envs = make_envs(num_envs=1, seed=seed)
+    envs = make_envs(num_envs=1)
     # The same episode in colour.
-    camera = make_envs(num_envs=1, seed=seed, grayscale=False, img_height=210, img_width=160, stack_num=1)
-    observation = envs.reset()
-    image = camera.reset()
+    camera = make_envs(num_envs=1, grayscale=False, img_height=210, img_width=160, stack_num=1)
+    observation = envs.reset((seed, Stream.VIDEO))
+    image = camera.reset((seed, Stream.VIDEO))
     episodes: list[tuple[int, int, int]] = []
     try:
         from imageio import get_writer
