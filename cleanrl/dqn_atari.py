@@ -3,13 +3,11 @@
 Mnih et al. (2015), Human-level control through deep reinforcement learning; n-step returns are optional.
 """
 
-import importlib.util
 import os
 import sys
+from pathlib import Path
 
-if importlib.util.find_spec("torch") is None:
-    sys.exit("error: torch is not installed here; `source .venv/bin/activate`, or `pip install -e '.[atari]'`")
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers beside this script
 # PyTorch reads these settings at its import. Its threads spin only briefly while they wait for a busy core. Its large
 # tensors lie in huge pages, if Linux has them: a CPU translates their addresses faster.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -17,26 +15,22 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import copy
 import functools
-import time
-from collections.abc import Callable
+import io
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cleanrl_utils.atari import AtariEnvs, Step, Stream
-from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
+from cleanrl_utils.atari import AtariEnvs, StepResult
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.run import Run, parse_args
 
 LOG_EVERY = 100  # environment steps
 RECENT_EPISODES = 10  # training episodes whose mean return is shown
@@ -44,37 +38,39 @@ RECENT_EPISODES = 10  # training episodes whose mean return is shown
 
 @dataclass
 class Args:
+    script: ClassVar[str] = __file__
+
     exp_name: str = Path(__file__).stem
     """the name of this experiment"""
-    seed: int = 1
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 1
     """seed of the experiment"""
-    torch_deterministic: bool = True
+    torch_deterministic: Annotated[bool, MAY_CHANGE] = True
     """if toggled, cuDNN uses deterministic algorithms; otherwise it benchmarks its algorithms and takes the fastest"""
-    cuda: bool = True
+    cuda: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU is used when there is one"""
-    cuda_graph: bool = True
+    cuda_graph: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU runs each update as one CUDA graph, with the same results"""
-    compile: bool = False
+    compile: Annotated[bool, MAY_CHANGE] = False
     """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
     """if toggled, all layers but the last compute in bfloat16 where the hardware supports it"""
-    track: bool = False
+    track: Annotated[bool, MAY_CHANGE] = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
-    wandb_project_name: str = "cleanRL"
+    wandb_project_name: Annotated[str, MAY_CHANGE] = "cleanRL"
     """the wandb's project name"""
-    wandb_entity: str | None = None
+    wandb_entity: Annotated[str | None, MAY_CHANGE] = None
     """the entity (team) of wandb's project"""
-    capture_video: bool = False
+    capture_video: Annotated[bool, MAY_CHANGE] = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
-    save_model: bool = True
+    save_model: Annotated[bool, MAY_CHANGE] = True
     """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
-    upload_model: bool = False
+    upload_model: Annotated[bool, MAY_CHANGE] = False
     """whether to upload the saved model to the Hugging Face Hub"""
-    hf_entity: str = ""
+    hf_entity: Annotated[str, MAY_CHANGE] = ""
     """the user or organisation on the Hugging Face Hub; the owner of the token if empty"""
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
-    checkpoint_minutes: float = 10
+    checkpoint_minutes: Annotated[float, Range(0, 10**6), MAY_CHANGE] = 10
     """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
 
     # Environment
@@ -82,39 +78,39 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
-    num_envs: int = 16
+    num_envs: Annotated[int, Range(1, 1000)] = 16
     """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
     # DQN
-    total_timesteps: int = 10000000
+    total_timesteps: Annotated[int, Range(0), MAY_CHANGE] = 10000000
     """environment steps (4 frames each)"""
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, Range(1e-12, 1000)] = 1e-4
     """the learning rate of the optimizer"""
-    buffer_size: int = 1000000
+    buffer_size: Annotated[int, Range(1), MAY_CHANGE] = 1000000
     """environment steps in the replay buffer, 7.1 kB each"""
-    gamma: float = 0.99
+    gamma: Annotated[float, Range(0, 1)] = 0.99
     """the discount factor"""
-    n_step: int = 1
+    n_step: Annotated[int, Range(1, 1000)] = 1
     """the number of rewards summed before bootstrapping"""
-    tau: float = 1.0
+    tau: Annotated[float, Range(0, 1)] = 1.0
     """the target network update rate"""
-    target_network_frequency: int = 1000
+    target_network_frequency: Annotated[int, Range(1)] = 1000
     """the environment steps between updates of the target network"""
-    batch_size: int = 32
+    batch_size: Annotated[int, Range(1)] = 32
     """the batch size of a sample from the replay buffer"""
-    start_e: float = 1.0
+    start_e: Annotated[float, Range(0, 1)] = 1.0
     """the starting epsilon for exploration"""
-    end_e: float = 0.01
+    end_e: Annotated[float, Range(0, 1)] = 0.01
     """the ending epsilon for exploration, and the epsilon of evaluations"""
-    exploration_fraction: float = 0.10
+    exploration_fraction: Annotated[float, Range(0, 1)] = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
-    learning_starts: int = 80000
+    learning_starts: Annotated[int, Range(0)] = 80000
     """environment steps before the first update"""
-    train_frequency: int = 4
+    train_frequency: Annotated[int, Range(1)] = 4
     """the environment steps per update"""
-    eval_episodes: int = 10
+    eval_episodes: Annotated[int, Range(1), MAY_CHANGE] = 10
     """episodes of each evaluation"""
-    eval_frequency: int = 500000
+    eval_frequency: Annotated[int, Range(1), MAY_CHANGE] = 500000
     """environment steps between evaluations, which also save the model"""
 
 
@@ -122,8 +118,8 @@ class Args:
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
+    returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
     step: int = 0  # environment steps
-    update: int = 0
     recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
@@ -146,28 +142,30 @@ class QNetwork(nn.Module):
             return self.network[-1](hidden.float())
 
 
-def save_model(network: nn.Module, path: Path) -> None:
-    """Save the state dict, on the CPU and contiguous."""
-    with atomic_write(path) as file:
-        torch.save({key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}, file)
+class Hardware(NamedTuple):
+    """The hardware on which the networks compute, and how."""
+
+    device: torch.device
+    bf16: bool  # whether hidden layers compute in bfloat16
+    memory_format: torch.memory_format  # in which convolutions are fastest
 
 
-class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
-
-    :meth:`Replay.add` also uses it for a single step, without the axis L.
-    """
-
-    frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
-    action: torch.Tensor  # uint8 (L, N)
-    reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
-    terminated: torch.Tensor  # bool (L, N), a life was lost or the game ended
-    age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
+def choose_hardware(args: Args) -> Hardware:
+    """Choose device, precision and algorithms."""
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
+    return Hardware(*set_up_torch(args.cuda, args.bf16))
 
 
-# Of an environment step: frame, action, reward, terminated, age, valid.
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1
+class Record(NamedTuple):
+    """The arrays that are stored of environment steps: (L, N, …) of L steps of N environments, (N, …) of one step."""
+
+    frame: torch.Tensor  # uint8 (…, 84, 84), the newest of each observation; stacks of 4 are built when sampling
+    action: torch.Tensor  # uint8
+    reward: torch.Tensor  # float32, clipped to [−1, 1]
+    terminated: torch.Tensor  # bool, a life was lost or the game ended
+    age: torch.Tensor  # int32, steps since the reset of the episode: a stack has no frames from before it
+    valid: torch.Tensor  # bool, False where no transition starts: at the end of an episode, and of a stopped run
 
 
 class Batch(NamedTuple):
@@ -181,26 +179,31 @@ class Batch(NamedTuple):
 
 
 class Replay:
-    """A replay buffer of the last ``size`` environment steps, on the device of the networks."""
+    """A replay buffer of the last ``size`` environment steps, on the device of the networks.
 
-    def __init__(self, size: int, args: Args, device: torch.device):
-        self.length = size // args.num_envs
-        self.n_step = args.n_step
+    Step t of each environment is in slot t % ``length`` of the ring.
+    """
+
+    def __init__(self, size: int, num_envs: int, n_step: int, hardware: Hardware):
+        self.length = size // num_envs  # steps of each environment
+        self.size = self.length * num_envs
+        self.n_step = n_step
         self.steps_added = 0  # of each environment
-        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
-        shape = (self.length, args.num_envs)
-        self.ring = Ring(
-            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device),
-            action=torch.empty(shape, dtype=torch.uint8, device=device),
-            reward=torch.empty(shape, dtype=torch.float32, device=device),
-            terminated=torch.empty(shape, dtype=torch.bool, device=device),
-            age=torch.empty(shape, dtype=torch.int32, device=device),
-            valid=torch.empty(shape, dtype=torch.bool, device=device),
+        self.age = np.zeros(num_envs, np.int32)  # steps since the reset, of the next step to be added
+        shape = (self.length, num_envs)
+        self.ring = Record(
+            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=hardware.device),
+            action=torch.empty(shape, dtype=torch.uint8, device=hardware.device),
+            reward=torch.empty(shape, dtype=torch.float32, device=hardware.device),
+            terminated=torch.empty(shape, dtype=torch.bool, device=hardware.device),
+            age=torch.empty(shape, dtype=torch.int32, device=hardware.device),
+            valid=torch.empty(shape, dtype=torch.bool, device=hardware.device),
         )
+        self.gradient_step = None  # of :class:`Agent`: a CUDA graph reads this ring, and ends with it
 
-    def add(self, observation: torch.Tensor, action: np.ndarray, result: Step) -> None:
-        """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Ring(
+    def add(self, observation: np.ndarray, action: np.ndarray, result: StepResult) -> None:
+        """Add a step of each environment: the observation before it, the action taken and the result; arrays (N, …)."""
+        record = Record(
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
@@ -209,25 +212,35 @@ class Replay:
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
         slot = self.steps_added % self.length
-        for array, value in zip(self.ring, step, strict=True):
+        for array, value in zip(self.ring, record, strict=True):
             array[slot].copy_(to_device(value, array.device), non_blocking=True)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
+
+    def sampled_steps(self) -> range:
+        """Return the steps that can be sampled: their stacks and bootstrap observations are in the buffer."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
+        return range(low, max(low, self.steps_added - self.n_step))
+
+    # ==================== checkpoints ====================
+
+    def read(self, low: int, high: int) -> dict[str, np.ndarray]:
+        """Return the arrays of slots [low, high)."""
+        return {name: array[low:high].cpu().numpy() for name, array in self.ring._asdict().items()}
+
+    def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
+        """Write what :meth:`read` returned to the slots from ``low`` on."""
+        for name, array in self.ring._asdict().items():
+            array[low : low + len(arrays[name])].copy_(torch.from_numpy(arrays[name]))
 
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring.valid[(self.steps_added - 1) % self.length] = False
         self.age = np.zeros_like(self.age)
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
-        return low, max(low, self.steps_added - self.n_step)
-
 
 def sample(
-    ring: Ring, low: int, high: int, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
+    ring: Record, low: int, high: int, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
 ) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
@@ -244,7 +257,7 @@ def sample(
     return transitions_at(ring, t, env, n_step, gamma)
 
 
-def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
+def transitions_at(ring: Record, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
     """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
@@ -268,7 +281,7 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
     )
 
 
-def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
+def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
     ago = torch.arange(3, -1, -1, device=t.device)  # steps, oldest frame first
@@ -283,44 +296,98 @@ class Losses(NamedTuple):
     q_values: torch.Tensor  # the mean over the batch, of the actions taken
 
 
-@torch.no_grad()
-def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
-    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
+def dqn_loss(q_network: nn.Module, target_q_values: torch.Tensor, batch: Batch) -> Losses:
+    """Compute the mean squared TD error (Mnih et al., 2015): mean (Q(s,a) − y)².
 
-
-def dqn_loss(q_network: nn.Module, y: torch.Tensor, batch: Batch) -> Losses:
-    """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
+    y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), and ``target_q_values`` are Q'(s',·), float32 (B, num_actions).
+    """
+    y = batch.n_step_return + batch.bootstrap_discount * target_q_values.amax(dim=1)
     q_of_action = q_network(batch.observation).gather(1, batch.action[:, None])[:, 0]
     return Losses(F.mse_loss(q_of_action, y), q_of_action.mean())
 
 
-def make_update(
-    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
-    generator: torch.Generator, autocast: torch.autocast, args: Args,
-) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph, which needs a fixed ring."""
-    loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
+class Agent:
+    """The agent: Q-network, target network, optimizer and random numbers.
 
-    def update(low: int, high: int) -> Losses:
+    Outside of a gradient step, the networks are in evaluation mode.
+    """
+
+    def __init__(self, args: Args, num_actions: int, hardware: Hardware):
+        self.args = args
+        self.hardware = hardware
+        torch.manual_seed(args.seed)
+        self.generator = torch.Generator(hardware.device).manual_seed(args.seed)
+        self.q_network = QNetwork(num_actions).to(hardware.device, memory_format=hardware.memory_format).eval()
+        self.target_network = copy.deepcopy(self.q_network)
+        # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
+        capturable = hardware.device.type == "cuda"
+        parameters = self.q_network.parameters()
+        self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        self.loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
+
+    @torch.no_grad()
+    def q_values(self, observation: np.ndarray) -> np.ndarray:
+        """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
+            return self.q_network(to_device(observation, self.hardware.device)).cpu().numpy()
+
+    def update(self, replay: Replay) -> Losses:
+        """Make a gradient step; the next one may overwrite the returned losses."""
+        if replay.gradient_step is None:
+            step = functools.partial(self.gradient_step, replay.ring)
+            enabled = self.args.cuda_graph and self.hardware.device.type == "cuda"
+            replay.gradient_step = cuda_graph(step, self.generator, enabled)
+        steps = replay.sampled_steps()
+        return replay.gradient_step(steps.start, steps.stop)
+
+    def gradient_step(self, ring: Record, low: int, high: int) -> Losses:
         """Make a gradient step on transitions of steps [low, high); both are tensors in a CUDA graph."""
-        batch = sample(ring, low, high, args.batch_size, generator, args.n_step, args.gamma)
+        args = self.args
+        autocast = torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16)
+        batch = sample(ring, low, high, args.batch_size, self.generator, args.n_step, args.gamma)
+        with torch.no_grad(), autocast:
+            target_q_values = self.target_network(batch.bootstrap_observation)
+        self.q_network.train()
         with autocast:
-            y = td_target(target_network, batch)
-            losses = loss_function(q_network, y, batch)
-        optimizer.zero_grad()
+            losses = self.loss_function(self.q_network, target_q_values, batch)
+        self.optimizer.zero_grad()
         losses.td_loss.backward()
-        optimizer.step()
+        self.optimizer.step()
+        self.q_network.eval()
         return Losses(*(term.detach() for term in losses))
 
-    return cuda_graph(update, generator, args.cuda_graph and ring.frame.is_cuda)
+    @torch.no_grad()
+    def update_target(self, tau: float) -> None:
+        """Move the target network towards the Q-network by the fraction ``tau``; copy its buffers."""
+        for target, online in zip(self.target_network.parameters(), self.q_network.parameters(), strict=True):
+            target.lerp_(online, tau)
+        for target, online in zip(self.target_network.buffers(), self.q_network.buffers(), strict=True):
+            target.copy_(online)
 
+    def save(self, path: Path) -> None:
+        """Save the Q-network's state dict, on the CPU and contiguous; raise a UserError if it has NaN values."""
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.q_network.state_dict().items()}
+        check_finite(weights.values())
+        with atomic_write(path) as file:
+            torch.save(weights, file)
 
-@torch.no_grad()
-def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
-    """Move the target network towards the Q-network by the fraction ``tau``."""
-    for target, online in zip(target_network.parameters(), q_network.parameters(), strict=True):
-        target.lerp_(online, tau)
+    def dump(self) -> bytes:
+        """Serialise the state of the agent for a checkpoint."""
+        parts = (self.q_network, self.target_network, self.optimizer)
+        file = io.BytesIO()
+        torch.save([*(part.state_dict() for part in parts), self.generator.get_state()], file)
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        """Restore the state that :meth:`dump` serialised, of a CPU or a GPU."""
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        q_network, target_network, optimizer, generator_state = state
+        self.q_network.load_state_dict(q_network)
+        self.target_network.load_state_dict(target_network)
+        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # they follow from flags and device
+        self.optimizer.load_state_dict(optimizer)
+        if generator_state.shape == self.generator.get_state().shape:  # otherwise of another kind of device
+            self.generator.set_state(generator_state)
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -338,6 +405,13 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
     return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
+def set_up(args: Args) -> tuple[Args, Hardware]:
+    """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
+    hardware = choose_hardware(args)
+    one_step = Replay(size=1, num_envs=1, n_step=args.n_step, hardware=hardware)
+    return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
+
+
 def times_due(start: int, end: int, every: int) -> int:
     """Return the number of multiples of ``every`` in (start, end]."""
     return end // every - start // every
@@ -345,126 +419,87 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
-    check_args(args, device, STEP_BYTES)
-    args.num_envs = fitting_num_envs(args)  # logs and checkpoints have the reduced number
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    torch.manual_seed(args.seed)
-    generator = torch.Generator(device).manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
-
+    args, hardware = set_up(args)
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs)
-    q_network = QNetwork(envs.num_actions).to(device, memory_format=memory_format)
-    target_network = copy.deepcopy(q_network)
-    # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
-    capturable = device.type == "cuda"
-    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
-
-    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
-    run_dir, writer = start_logging(args)
-    video_dir = VIDEOS / run_dir.name if args.capture_video else None
+    agent = Agent(args, envs.num_actions, hardware)
+    rng = np.random.default_rng(args.seed)
     progress = Progress()
-    checkpoint = Checkpoint(
-        args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
-        generator=generator, rng=rng, writer=writer,
-    )  # fmt: skip
+    run = Run(args, progress=progress, agent=agent, rng=rng)  # all that a checkpoint holds
 
-    @torch.no_grad()
-    def q_values_of(observation: torch.Tensor) -> torch.Tensor:
-        with autocast:
-            return q_network(observation)
+    def evaluate(name: str, epsilon: float) -> float:
+        """Play whole episodes, keep their returns, and return the mean."""
 
-    def evaluate(name: str) -> list[float]:
-        """Play whole episodes and return their returns."""
-        action_rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # the same in each evaluation
+        def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
+            run.exit_if_signalled()  # a resumed run repeats the evaluation
+            return epsilon_greedy(agent.q_values(observation), epsilon, action_rng)
 
-        def act(observation: np.ndarray) -> np.ndarray:
-            checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
-            q_values = q_values_of(to_device(observation, device)).cpu().numpy()
-            return epsilon_greedy(q_values, args.end_e, action_rng)
+        progress.returns[name] = play_episodes(name, act, args.eval_episodes, make_envs, args.seed, run.video_dir)
+        return float(np.mean(progress.returns[name]))
 
-        return play_episodes(name, act, args.eval_episodes, make_envs, args.seed, video_dir)
-
-    with writer, checkpoint:  # a signal stops the run after a checkpoint
-        checkpoint.restore()  # does nothing in a new run
+    with run:  # makes or resumes it; in the training, a signal ends it after a checkpoint
+        # ==================== evaluate random policy ====================
+        if "random" not in progress.returns:
+            run.log("charts/random/avg_episodic_return", evaluate("random", 1.0), 0)
 
         # ==================== training ====================
         if progress.step < args.total_timesteps:
-            replay = Replay(args.buffer_size, args, device)
-            if progress.step > 0:
-                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
-            update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-            exploration_steps = args.exploration_fraction * args.total_timesteps
-            updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
-            observation = to_device(envs.reset((args.seed, Stream.TRAINING, progress.step)), device)
+            replay = Replay(args.buffer_size, args.num_envs, args.n_step, hardware)
+            run.restore_replay(replay, progress.step)
+            losses = None
+            # The step is in the seed, so that a resumed run does not repeat the first episodes.
+            observation = envs.reset(args.seed, "online", progress.step)
             steps = range(progress.step, args.total_timesteps, args.num_envs)
-            bar = ProgressBar("training", steps, "step")
-            start_time = time.perf_counter()
-            for global_step in bar:
+            for global_step in run.steps("training", "step", steps):
                 next_step = global_step + args.num_envs
-                # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
+                # Before the updates of the step, so that a run resumed from the checkpoint begins with the evaluation.
                 if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
-                    check_finite(q_network.parameters())
-                    checkpoint.save(replay=replay)
-                    mean_return = np.mean(evaluate(f"online {global_step}"))
-                    writer.add_scalar("charts/online/avg_episodic_return", mean_return, global_step)
-                    save_model(q_network, run_dir / f"{args.exp_name}-online-{global_step}.cleanrl_model")
-                q_values = q_values_of(observation).cpu().numpy()
-                epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-                action = epsilon_greedy(q_values, epsilon, rng)
+                    agent.save(run.model_path(f"-online-{global_step}"))
+                    run.save(replay)
+                    mean_return = evaluate(f"online {global_step}", args.end_e)
+                    run.log("charts/online/avg_episodic_return", mean_return, global_step)
+                epsilon_steps = args.exploration_fraction * args.total_timesteps
+                epsilon = linear_schedule(args.start_e, args.end_e, epsilon_steps, global_step)
+                action = epsilon_greedy(agent.q_values(observation), epsilon, rng)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
-                # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
-                low, high = replay.window
-                updates_before = progress.update
-                if global_step >= args.learning_starts and high > low:
+                # The Q-network learns while the emulators run.
+                if global_step >= args.learning_starts and replay.sampled_steps():
                     for _ in range(times_due(global_step, next_step, args.train_frequency)):
-                        losses = update(low, high)
-                        progress.update += 1
+                        losses = agent.update(replay)
                     # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                        update_target(target_network, q_network, args.tau)
+                        agent.update_target(args.tau)
 
                 result = envs.recv()
                 replay.add(observation, action, result)
-                observation = to_device(result.observation, device)
-
+                observation = result.observation
                 progress.step = next_step
                 if times_due(global_step, next_step, LOG_EVERY):
-                    sps = (next_step - steps.start) / (time.perf_counter() - start_time)
-                    writer.add_scalar("charts/SPS", int(sps), global_step)
-                    writer.add_scalar("charts/epsilon", epsilon, global_step)
-                if times_due(updates_before, progress.update, updates_per_log):
-                    check_finite(losses)
-                    for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    run.log("charts/SPS", run.steps_per_second, global_step)
+                    run.log("charts/epsilon", epsilon, global_step)
+                    if losses is not None:
+                        run.log("losses/td_loss", losses.td_loss, global_step)
+                        run.log("losses/q_values", losses.q_values, global_step)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
-                    writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
-                    writer.add_scalar("charts/episodic_length", length, global_step + env)
-                    bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(replay=replay)
+                    run.log("charts/episodic_return", episodic_return, global_step + env)
+                    run.log("charts/episodic_length", length, global_step + env)
+                    run.show(f"return {np.mean(progress.recent_returns):.1f}")
+                run.save_if_due(replay)
 
         # ==================== save and evaluate ====================
-        check_finite(q_network.parameters())
-        checkpoint.save()  # without the replay buffer: a resumed run only repeats the evaluation
-        model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
-            save_model(q_network, model_path)
-            print(f"model saved to {model_path}")
-        final_returns = evaluate("final")
-        for i, episodic_return in enumerate(final_returns):
-            writer.add_scalar("eval/episodic_return", episodic_return, progress.step + i)
+            agent.save(run.model_path())
+            print(f"model saved to {run.model_path()}")
+        run.save()  # without the replay buffer: a resumed run only repeats the evaluation
+        run.log("charts/final/avg_episodic_return", evaluate("final", args.end_e), progress.step)
+        for i, episodic_return in enumerate(progress.returns["final"]):
+            run.log("eval/episodic_return", episodic_return, progress.step + i)
 
-    # ==================== upload ====================
-    if args.upload_model:
-        upload_model(args, run_dir, model_path, final_returns)
-    checkpoint.finish()
+    run.finish(progress.returns)  # uploads the model if asked, and prints the results
 
 
 if __name__ == "__main__":

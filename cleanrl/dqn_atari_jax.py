@@ -3,36 +3,30 @@
 Mnih et al. (2015), Human-level control through deep reinforcement learning; n-step returns are optional.
 """
 
-import importlib.util
 import sys
+from pathlib import Path
 
-if importlib.util.find_spec("flax") is None:
-    sys.exit("error: flax is not installed here; `source .venv/bin/activate`, or `pip install -e '.[jax]'`")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers beside this script
 
 import functools
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.serialization import to_bytes
+from flax.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_bytes, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from cleanrl_utils.atari import AtariEnvs, Step, Stream
-from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
+from cleanrl_utils.atari import AtariEnvs, StepResult
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
 from cleanrl_utils.device import set_up_jax
-from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.run import Run, parse_args
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 
@@ -42,29 +36,31 @@ RECENT_EPISODES = 10  # training episodes whose mean return is shown
 
 @dataclass
 class Args:
+    script: ClassVar[str] = __file__
+
     exp_name: str = Path(__file__).stem
     """the name of this experiment"""
-    seed: int = 1
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 1
     """seed of the experiment"""
     bf16: bool = True
     """if toggled, all layers but the last compute in bfloat16 on a GPU or TPU that supports it"""
-    track: bool = False
+    track: Annotated[bool, MAY_CHANGE] = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
-    wandb_project_name: str = "cleanRL"
+    wandb_project_name: Annotated[str, MAY_CHANGE] = "cleanRL"
     """the wandb's project name"""
-    wandb_entity: str | None = None
+    wandb_entity: Annotated[str | None, MAY_CHANGE] = None
     """the entity (team) of wandb's project"""
-    capture_video: bool = False
+    capture_video: Annotated[bool, MAY_CHANGE] = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
-    save_model: bool = True
+    save_model: Annotated[bool, MAY_CHANGE] = True
     """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
-    upload_model: bool = False
+    upload_model: Annotated[bool, MAY_CHANGE] = False
     """whether to upload the saved model to the Hugging Face Hub"""
-    hf_entity: str = ""
+    hf_entity: Annotated[str, MAY_CHANGE] = ""
     """the user or organisation on the Hugging Face Hub; the owner of the token if empty"""
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
-    checkpoint_minutes: float = 10
+    checkpoint_minutes: Annotated[float, Range(0, 10**6), MAY_CHANGE] = 10
     """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
 
     # Environment
@@ -72,39 +68,39 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame; the default is the id's own: 0 for -v4, 0.25 for -v5"""
-    num_envs: int = 16
+    num_envs: Annotated[int, Range(1, 1000)] = 16
     """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
     # DQN
-    total_timesteps: int = 10000000
+    total_timesteps: Annotated[int, Range(0), MAY_CHANGE] = 10000000
     """environment steps (4 frames each)"""
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, Range(1e-12, 1000)] = 1e-4
     """the learning rate of the optimizer"""
-    buffer_size: int = 1000000
+    buffer_size: Annotated[int, Range(1), MAY_CHANGE] = 1000000
     """environment steps in the replay buffer, 7.1 kB each"""
-    gamma: float = 0.99
+    gamma: Annotated[float, Range(0, 1)] = 0.99
     """the discount factor"""
-    n_step: int = 1
+    n_step: Annotated[int, Range(1, 1000)] = 1
     """the number of rewards summed before bootstrapping"""
-    tau: float = 1.0
+    tau: Annotated[float, Range(0, 1)] = 1.0
     """the target network update rate"""
-    target_network_frequency: int = 1000
+    target_network_frequency: Annotated[int, Range(1)] = 1000
     """the environment steps between updates of the target network"""
-    batch_size: int = 32
+    batch_size: Annotated[int, Range(1)] = 32
     """the batch size of a sample from the replay buffer"""
-    start_e: float = 1.0
+    start_e: Annotated[float, Range(0, 1)] = 1.0
     """the starting epsilon for exploration"""
-    end_e: float = 0.01
+    end_e: Annotated[float, Range(0, 1)] = 0.01
     """the ending epsilon for exploration, and the epsilon of evaluations"""
-    exploration_fraction: float = 0.10
+    exploration_fraction: Annotated[float, Range(0, 1)] = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
-    learning_starts: int = 80000
+    learning_starts: Annotated[int, Range(0)] = 80000
     """environment steps before the first update"""
-    train_frequency: int = 4
+    train_frequency: Annotated[int, Range(1)] = 4
     """the environment steps per update"""
-    eval_episodes: int = 10
+    eval_episodes: Annotated[int, Range(1), MAY_CHANGE] = 10
     """episodes of each evaluation"""
-    eval_frequency: int = 500000
+    eval_frequency: Annotated[int, Range(1), MAY_CHANGE] = 500000
     """environment steps between evaluations, which also save the model"""
 
 
@@ -112,8 +108,8 @@ class Args:
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
+    returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
     step: int = 0  # environment steps
-    update: int = 0
     recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
@@ -146,28 +142,28 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
     return unflatten_dict(params)
 
 
-def save_model(params: Params, path: Path) -> None:
-    """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads."""
-    with atomic_write(path) as file:
-        file.write(to_bytes(params))
+class Hardware(NamedTuple):
+    """The hardware on which the networks compute, and how."""
+
+    device: jax.Device
+    dtype: jnp.dtype  # of all layers but the last
 
 
-class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
-
-    :meth:`Replay.add` also uses it for a single step, without the axis L.
-    """
-
-    frame: jax.Array  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
-    action: jax.Array  # uint8 (L, N)
-    reward: jax.Array  # float32 (L, N), clipped to [−1, 1]
-    terminated: jax.Array  # bool (L, N), a life was lost or the game ended
-    age: jax.Array  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
+def choose_hardware(args: Args) -> Hardware:
+    """Choose device and precision."""
+    dtype = set_up_jax(args.bf16)  # before anything else of JAX
+    return Hardware(jax.devices()[0], dtype)
 
 
-# Of an environment step: frame, action, reward, terminated, age, valid.
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1
+class Record(NamedTuple):
+    """The arrays that are stored of environment steps: (L, N, …) of L steps of N environments, (N, …) of one step."""
+
+    frame: jax.Array  # uint8 (…, 84, 84), the newest of each observation; stacks of 4 are built when sampling
+    action: jax.Array  # uint8
+    reward: jax.Array  # float32, clipped to [−1, 1]
+    terminated: jax.Array  # bool, a life was lost or the game ended
+    age: jax.Array  # int32, steps since the reset of the episode: a stack has no frames from before it
+    valid: jax.Array  # bool, False where no transition starts: at the end of an episode, and of a stopped run
 
 
 class Batch(NamedTuple):
@@ -181,26 +177,30 @@ class Batch(NamedTuple):
 
 
 class Replay:
-    """A replay buffer of the last ``size`` environment steps, on JAX's device."""
+    """A replay buffer of the last ``size`` environment steps, on the device of the networks.
 
-    def __init__(self, size: int, args: Args):
-        self.length = size // args.num_envs
-        self.n_step = args.n_step
+    Step t of each environment is in slot t % ``length`` of the ring.
+    """
+
+    def __init__(self, size: int, num_envs: int, n_step: int, hardware: Hardware):
+        self.length = size // num_envs  # steps of each environment
+        self.size = self.length * num_envs
+        self.n_step = n_step
         self.steps_added = 0  # of each environment
-        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
-        shape = (self.length, args.num_envs)
-        self.ring = Ring(
-            frame=jnp.zeros((*shape, 84, 84), jnp.uint8),
-            action=jnp.zeros(shape, jnp.uint8),
-            reward=jnp.zeros(shape, jnp.float32),
-            terminated=jnp.zeros(shape, bool),
-            age=jnp.zeros(shape, jnp.int32),
-            valid=jnp.zeros(shape, bool),
+        self.age = np.zeros(num_envs, np.int32)  # steps since the reset, of the next step to be added
+        shape = (self.length, num_envs)
+        self.ring = Record(
+            frame=jnp.zeros((*shape, 84, 84), jnp.uint8, device=hardware.device),
+            action=jnp.zeros(shape, jnp.uint8, device=hardware.device),
+            reward=jnp.zeros(shape, jnp.float32, device=hardware.device),
+            terminated=jnp.zeros(shape, bool, device=hardware.device),
+            age=jnp.zeros(shape, jnp.int32, device=hardware.device),
+            valid=jnp.zeros(shape, bool, device=hardware.device),
         )
 
-    def add(self, observation: np.ndarray, action: np.ndarray, result: Step) -> None:
-        """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Ring(
+    def add(self, observation: np.ndarray, action: np.ndarray, result: StepResult) -> None:
+        """Add a step of each environment: the observation before it, the action taken and the result; arrays (N, …)."""
+        record = Record(
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
@@ -208,9 +208,29 @@ class Replay:
             age=self.age,
             valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
         )
-        self.ring = write_step(self.ring, self.steps_added % self.length, step)
+        one_step = jax.tree.map(lambda array: array[None], record)
+        self.ring = write_slots(self.ring, self.steps_added % self.length, one_step)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
+
+    def sampled_steps(self) -> range:
+        """Return the steps that can be sampled: their stacks and bootstrap observations are in the buffer."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
+        return range(low, max(low, self.steps_added - self.n_step))
+
+    # ==================== checkpoints ====================
+
+    def read(self, low: int, high: int) -> dict[str, np.ndarray]:
+        """Return the arrays of slots [low, high)."""
+        # Compiled once per number of slots; an index compiles for each slot.
+        arrays = {
+            name: jax.lax.dynamic_slice_in_dim(array, low, high - low) for name, array in self.ring._asdict().items()
+        }
+        return jax.tree.map(np.asarray, arrays)
+
+    def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
+        """Write what :meth:`read` returned to the slots from ``low`` on."""
+        self.ring = write_slots(self.ring, low, Record(**arrays))
 
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
@@ -218,20 +238,14 @@ class Replay:
         self.ring = self.ring._replace(valid=valid)
         self.age = np.zeros_like(self.age)
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
-        return low, max(low, self.steps_added - self.n_step)
-
 
 @functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
-def write_step(ring: Ring, slot: int, step: Ring) -> Ring:
-    """Write a step of each environment, arrays (N, …), to a slot."""
-    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_index_in_dim(array, value, slot, 0), ring, step)
+def write_slots(ring: Record, slot: int, records: Record) -> Record:
+    """Write steps of each environment, arrays (steps, N, …), to the slots from ``slot`` on."""
+    return jax.tree.map(lambda array, value: jax.lax.dynamic_update_slice_in_dim(array, value, slot, 0), ring, records)
 
 
-def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_step: int, gamma: float) -> Batch:
+def sample(ring: Record, low: int, high: int, batch_size: int, key: jax.Array, n_step: int, gamma: float) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once, since compiled code has fixed shapes.
@@ -247,7 +261,7 @@ def sample(ring: Ring, low: int, high: int, batch_size: int, key: jax.Array, n_s
     return transitions_at(ring, t, env, n_step, gamma)
 
 
-def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
+def transitions_at(ring: Record, t: jax.Array, env: jax.Array, n_step: int, gamma: float) -> Batch:
     """Return the transitions of steps ``t``, integers (B,), in environments ``env``, integers (B,)."""
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
@@ -271,12 +285,18 @@ def transitions_at(ring: Ring, t: jax.Array, env: jax.Array, n_step: int, gamma:
     )
 
 
-def stack_frames(ring: Ring, t: jax.Array, env: jax.Array) -> jax.Array:
+def stack_frames(ring: Record, t: jax.Array, env: jax.Array) -> jax.Array:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
     ago = jnp.arange(3, -1, -1)  # steps, oldest frame first
     in_episode = ring.age[t % length, env][:, None] >= ago
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compute_q_values(network: nn.Module, params: Params, observation: np.ndarray) -> jax.Array:
+    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+    return network.apply(params, observation)
 
 
 class Losses(NamedTuple):
@@ -286,14 +306,14 @@ class Losses(NamedTuple):
     q_values: jax.Array  # the mean over the batch, of the actions taken
 
 
-def td_target(target_params: Params, q_network: nn.Module, batch: Batch) -> jax.Array:
-    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
-    q_values = q_network.apply(target_params, batch.bootstrap_observation)
-    return batch.n_step_return + batch.bootstrap_discount * q_values.max(axis=1)
+def dqn_loss(
+    params: Params, q_network: nn.Module, target_q_values: jax.Array, batch: Batch
+) -> tuple[jax.Array, Losses]:
+    """Compute the mean squared TD error (Mnih et al., 2015): mean (Q(s,a) − y)².
 
-
-def dqn_loss(params: Params, q_network: nn.Module, y: jax.Array, batch: Batch) -> tuple[jax.Array, Losses]:
-    """Compute the mean squared TD error: mean (Q(s,a) − y)², with y of :func:`td_target`."""
+    y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), and ``target_q_values`` are Q'(s',·), float32 (B, num_actions).
+    """
+    y = batch.n_step_return + batch.bootstrap_discount * target_q_values.max(axis=1)
     q_values = q_network.apply(params, batch.observation)
     # A masked sum instead of an index, whose gradient is a scatter, which is slow on a GPU.
     q_of_action = jnp.sum(q_values, axis=1, where=jnp.arange(q_values.shape[1]) == batch.action[:, None])
@@ -302,7 +322,7 @@ def dqn_loss(params: Params, q_network: nn.Module, y: jax.Array, batch: Batch) -
 
 
 class TrainState(NamedTuple):
-    """The state that an update changes."""
+    """The state that a gradient step changes."""
 
     params: Params
     target_params: Params
@@ -310,25 +330,73 @@ class TrainState(NamedTuple):
     key: jax.Array
 
 
-def make_update(q_network: nn.Module, optimizer: optax.GradientTransformation, args: Args) -> Callable:
-    """Return the compiled function that updates the state. The ring is an argument, since `Replay.add` replaces it."""
-    gradient_of = jax.grad(dqn_loss, has_aux=True)
+class Agent:
+    """The agent: Q-network, target network, optimizer and random numbers."""
 
-    def update(state: TrainState, ring: Ring, low: int, high: int) -> tuple[TrainState, Losses]:
-        """Make a gradient step on transitions of steps [low, high)."""
+    def __init__(self, args: Args, num_actions: int, hardware: Hardware):
+        self.args = args
+        key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
+        self.q_network = QNetwork(num_actions, hardware.dtype)
+        params = init_params(self.q_network, init_key)
+        if params.keys() != {"params"}:
+            has = ", ".join(sorted(params.keys() - {"params"}))
+            raise UserError(f"QNetwork has {has}, and only layers with nothing but parameters can be trained here")
+        self.optimizer = optax.adam(args.learning_rate)
+        # The target network is a copy: both trees are donated, and an array can be donated only once.
+        target_params = jax.tree.map(jnp.copy, params)
+        self.state = TrainState(params, target_params, self.optimizer.init(params), key)
+        self.compiled_gradient_step = jax.jit(self.gradient_step, donate_argnums=0)
+
+    def q_values(self, observation: np.ndarray) -> np.ndarray:
+        """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+        return np.asarray(compute_q_values(self.q_network, self.state.params, observation))
+
+    def update(self, replay: Replay) -> Losses:
+        """Make a gradient step."""
+        steps = replay.sampled_steps()
+        self.state, losses = self.compiled_gradient_step(self.state, replay.ring, steps.start, steps.stop)
+        return losses
+
+    def gradient_step(self, state: TrainState, ring: Record, low: int, high: int) -> tuple[TrainState, Losses]:
+        """Make a gradient step on transitions of steps [low, high); return the new state and the losses.
+
+        The function is compiled: its Python code runs only in the first call, so every value that changes is an
+        argument.
+        """
+        args = self.args
         key, sample_key = jax.random.split(state.key)
         batch = sample(ring, low, high, args.batch_size, sample_key, args.n_step, args.gamma)
-        y = td_target(state.target_params, q_network, batch)
-        gradients, losses = gradient_of(state.params, q_network, y, batch)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer_state)
+        target_q_values = self.q_network.apply(state.target_params, batch.bootstrap_observation)
+        gradients, losses = jax.grad(dqn_loss, has_aux=True)(state.params, self.q_network, target_q_values, batch)
+        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
 
-    return jax.jit(update, donate_argnums=0)
+    def update_target(self, tau: float) -> None:
+        """Move the target network towards the Q-network by the fraction ``tau``."""
+        self.state = move_target(self.state, tau)
+
+    def save(self, path: Path) -> None:
+        """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads; UserError if one is NaN."""
+        check_finite(jax.tree.leaves(self.state.params))
+        with atomic_write(path) as file:
+            file.write(to_bytes(self.state.params))
+
+    def dump(self) -> bytes:
+        """Serialise the state of the agent for a checkpoint."""
+        return msgpack_serialize(to_state_dict(self.state))
+
+    def load(self, data: bytes) -> None:
+        """Restore the state that :meth:`dump` serialised; ValueError if it is that of another network."""
+        state = from_state_dict(self.state, msgpack_restore(data))
+        for old, new in zip(jax.tree.leaves(self.state), jax.tree.leaves(state), strict=True):
+            if old.shape != new.shape:
+                raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
+        self.state = jax.tree.map(jnp.asarray, state)  # NumPy's would be copied to the GPU at each use
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def update_target(state: TrainState, tau: float) -> TrainState:
+def move_target(state: TrainState, tau: float) -> TrainState:
     """Move the target network towards the Q-network by the fraction ``tau``."""
     return state._replace(target_params=optax.incremental_update(state.params, state.target_params, tau))
 
@@ -348,6 +416,13 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
     return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
+def set_up(args: Args) -> tuple[Args, Hardware]:
+    """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
+    hardware = choose_hardware(args)
+    one_step = Replay(size=1, num_envs=1, n_step=args.n_step, hardware=hardware)
+    return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
+
+
 def times_due(start: int, end: int, every: int) -> int:
     """Return the number of multiples of ``every`` in (start, end]."""
     return end // every - start // every
@@ -355,117 +430,87 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    dtype = set_up_jax(args.bf16)  # of all layers but the last
-    check_args(args, jax.devices()[0], STEP_BYTES)
-    args.num_envs = fitting_num_envs(args)  # logs and checkpoints have the reduced number
-    key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
-    rng = np.random.default_rng(args.seed)
-
+    args, hardware = set_up(args)
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs)
-    q_network = QNetwork(envs.num_actions, dtype)
-    params = init_params(q_network, init_key)
-    optimizer = optax.adam(args.learning_rate)
-    # A copy: `update` donates both trees, and an array can be donated only once.
-    target_params = jax.tree.map(jnp.copy, params)
-    state = TrainState(params, target_params, optimizer.init(params), key)
-    update = make_update(q_network, optimizer, args)
-    q_values_of = jax.jit(q_network.apply)
-
-    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
-    run_dir, writer = start_logging(args)
-    video_dir = VIDEOS / run_dir.name if args.capture_video else None
+    agent = Agent(args, envs.num_actions, hardware)
+    rng = np.random.default_rng(args.seed)
     progress = Progress()
-    checkpoint = Checkpoint(args, run_dir, progress=progress, rng=rng, writer=writer)
+    run = Run(args, progress=progress, agent=agent, rng=rng)  # all that a checkpoint holds
 
-    def evaluate(name: str) -> list[float]:
-        """Play whole episodes and return their returns."""
-        action_rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # the same in each evaluation
+    def evaluate(name: str, epsilon: float) -> float:
+        """Play whole episodes, keep their returns, and return the mean."""
 
-        def act(observation: np.ndarray) -> np.ndarray:
-            checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
-            q_values = np.asarray(q_values_of(state.params, observation))
-            return epsilon_greedy(q_values, args.end_e, action_rng)
+        def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
+            run.exit_if_signalled()  # a resumed run repeats the evaluation
+            return epsilon_greedy(agent.q_values(observation), epsilon, action_rng)
 
-        return play_episodes(name, act, args.eval_episodes, make_envs, args.seed, video_dir)
+        progress.returns[name] = play_episodes(name, act, args.eval_episodes, make_envs, args.seed, run.video_dir)
+        return float(np.mean(progress.returns[name]))
 
-    with writer, checkpoint:  # a signal stops the run after a checkpoint
-        # JAX's arrays are replaced, not changed: `state` is returned by `restore` and passed to each save.
-        state = checkpoint.restore(state)  # does nothing in a new run
+    with run:  # makes or resumes it; in the training, a signal ends it after a checkpoint
+        # ==================== evaluate random policy ====================
+        if "random" not in progress.returns:
+            run.log("charts/random/avg_episodic_return", evaluate("random", 1.0), 0)
 
         # ==================== training ====================
         if progress.step < args.total_timesteps:
-            replay = Replay(args.buffer_size, args)
-            if progress.step > 0:
-                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
-            exploration_steps = args.exploration_fraction * args.total_timesteps
-            updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
-            observation = envs.reset((args.seed, Stream.TRAINING, progress.step))
+            replay = Replay(args.buffer_size, args.num_envs, args.n_step, hardware)
+            run.restore_replay(replay, progress.step)
+            losses = None
+            # The step is in the seed, so that a resumed run does not repeat the first episodes.
+            observation = envs.reset(args.seed, "online", progress.step)
             steps = range(progress.step, args.total_timesteps, args.num_envs)
-            bar = ProgressBar("training", steps, "step")
-            start_time = time.perf_counter()
-            for global_step in bar:
+            for global_step in run.steps("training", "step", steps):
                 next_step = global_step + args.num_envs
-                # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
+                # Before the updates of the step, so that a run resumed from the checkpoint begins with the evaluation.
                 if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
-                    check_finite(jax.tree.leaves(state.params))
-                    checkpoint.save(state, replay)
-                    mean_return = np.mean(evaluate(f"online {global_step}"))
-                    writer.add_scalar("charts/online/avg_episodic_return", mean_return, global_step)
-                    save_model(state.params, run_dir / f"{args.exp_name}-online-{global_step}.cleanrl_model")
-                q_values = np.asarray(q_values_of(state.params, observation))
-                epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-                action = epsilon_greedy(q_values, epsilon, rng)
+                    agent.save(run.model_path(f"-online-{global_step}"))
+                    run.save(replay)
+                    mean_return = evaluate(f"online {global_step}", args.end_e)
+                    run.log("charts/online/avg_episodic_return", mean_return, global_step)
+                epsilon_steps = args.exploration_fraction * args.total_timesteps
+                epsilon = linear_schedule(args.start_e, args.end_e, epsilon_steps, global_step)
+                action = epsilon_greedy(agent.q_values(observation), epsilon, rng)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
-                # The Q-network learns while the emulators run. Nothing here synchronises with a GPU.
-                low, high = replay.window
-                updates_before = progress.update
-                if global_step >= args.learning_starts and high > low:
+                # The Q-network learns while the emulators run.
+                if global_step >= args.learning_starts and replay.sampled_steps():
                     for _ in range(times_due(global_step, next_step, args.train_frequency)):
-                        state, losses = update(state, replay.ring, low, high)
-                        progress.update += 1
+                        losses = agent.update(replay)
                     # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
-                        state = update_target(state, args.tau)
+                        agent.update_target(args.tau)
 
                 result = envs.recv()
                 replay.add(observation, action, result)
                 observation = result.observation
-
                 progress.step = next_step
                 if times_due(global_step, next_step, LOG_EVERY):
-                    sps = (next_step - steps.start) / (time.perf_counter() - start_time)
-                    writer.add_scalar("charts/SPS", int(sps), global_step)
-                    writer.add_scalar("charts/epsilon", epsilon, global_step)
-                if times_due(updates_before, progress.update, updates_per_log):
-                    check_finite(losses)
-                    for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    run.log("charts/SPS", run.steps_per_second, global_step)
+                    run.log("charts/epsilon", epsilon, global_step)
+                    if losses is not None:
+                        run.log("losses/td_loss", losses.td_loss, global_step)
+                        run.log("losses/q_values", losses.q_values, global_step)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
-                    writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
-                    writer.add_scalar("charts/episodic_length", length, global_step + env)
-                    bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(state, replay)
+                    run.log("charts/episodic_return", episodic_return, global_step + env)
+                    run.log("charts/episodic_length", length, global_step + env)
+                    run.show(f"return {np.mean(progress.recent_returns):.1f}")
+                run.save_if_due(replay)
 
         # ==================== save and evaluate ====================
-        check_finite(jax.tree.leaves(state.params))
-        checkpoint.save(state)  # without the replay buffer: a resumed run only repeats the evaluation
-        model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
-            save_model(state.params, model_path)
-            print(f"model saved to {model_path}")
-        final_returns = evaluate("final")
-        for i, episodic_return in enumerate(final_returns):
-            writer.add_scalar("eval/episodic_return", episodic_return, progress.step + i)
+            agent.save(run.model_path())
+            print(f"model saved to {run.model_path()}")
+        run.save()  # without the replay buffer: a resumed run only repeats the evaluation
+        run.log("charts/final/avg_episodic_return", evaluate("final", args.end_e), progress.step)
+        for i, episodic_return in enumerate(progress.returns["final"]):
+            run.log("eval/episodic_return", episodic_return, progress.step + i)
 
-    # ==================== upload ====================
-    if args.upload_model:
-        upload_model(args, run_dir, model_path, final_returns)
-    checkpoint.finish()
+    run.finish(progress.returns)  # uploads the model if asked, and prints the results
 
 
 if __name__ == "__main__":

@@ -3,13 +3,11 @@
 Agarwal et al. (2022), Reincarnating Reinforcement Learning, arXiv 2206.01626. Docs: docs/qdagger.md
 """
 
-import importlib.util
 import os
 import sys
+from pathlib import Path
 
-if importlib.util.find_spec("torch") is None:
-    sys.exit("error: torch is not installed here; `source .venv/bin/activate`, or `pip install -e '.[atari]'`")
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers beside this script
 # PyTorch reads these settings at its import. Its threads spin only briefly while they wait for a busy core. Its large
 # tensors lie in huge pages, if Linux has them: a CPU translates their addresses faster.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
@@ -17,31 +15,28 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import copy
 import functools
+import io
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from cleanrl_utils.atari import AtariEnvs, Step, Stream
-from cleanrl_utils.checkpoint import Checkpoint, parse_args
-from cleanrl_utils.checks import check_args, check_finite, fitting_num_envs
+from cleanrl_utils.atari import AtariEnvs, StepResult
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.evaluation import play_episodes, summarise
+from cleanrl_utils.evaluation import play_episodes, warn_of_weak_teacher
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.hub import upload_model
 from cleanrl_utils.models import find_model, read_model
-from cleanrl_utils.tracking import VIDEOS, ProgressBar, start_logging
+from cleanrl_utils.run import Run, parse_args
 
-# Gradient steps of one call of `update`, at most. One forward pass computes all their targets, and a GPU runs them as
-# one CUDA graph: both take less time than step by step.
+# Gradient steps that are made at once, at most. One forward pass of the target network serves them all, and a GPU runs
+# them as one CUDA graph: both take less time than step by step.
 UPDATES_PER_CALL = 4
 LOG_EVERY = 100  # updates in the offline phase, environment steps in the online phase
 RECENT_EPISODES = 10  # training episodes whose mean return anneals λ
@@ -49,37 +44,39 @@ RECENT_EPISODES = 10  # training episodes whose mean return anneals λ
 
 @dataclass
 class Args:
+    script: ClassVar[str] = __file__
+
     exp_name: str = Path(__file__).stem
     """the name of this experiment"""
-    seed: int = 1
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 1
     """seed of the experiment"""
-    torch_deterministic: bool = True
+    torch_deterministic: Annotated[bool, MAY_CHANGE] = True
     """if toggled, cuDNN uses deterministic algorithms; otherwise it benchmarks its algorithms and takes the fastest"""
-    cuda: bool = True
+    cuda: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU is used when there is one"""
-    cuda_graph: bool = True
+    cuda_graph: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU runs the updates, and the forward passes of an online step, as CUDA graphs"""
-    compile: bool = False
+    compile: Annotated[bool, MAY_CHANGE] = False
     """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
     """if toggled, all layers but the last compute in bfloat16 where the hardware supports it"""
-    track: bool = False
+    track: Annotated[bool, MAY_CHANGE] = False
     """if toggled, this experiment will be tracked with Weights and Biases"""
-    wandb_project_name: str = "cleanRL"
+    wandb_project_name: Annotated[str, MAY_CHANGE] = "cleanRL"
     """the wandb's project name"""
-    wandb_entity: str | None = None
+    wandb_entity: Annotated[str | None, MAY_CHANGE] = None
     """the entity (team) of wandb's project"""
-    capture_video: bool = False
+    capture_video: Annotated[bool, MAY_CHANGE] = False
     """whether to film an episode after each evaluation (check out the `videos` folder)"""
-    save_model: bool = True
+    save_model: Annotated[bool, MAY_CHANGE] = True
     """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
-    upload_model: bool = False
+    upload_model: Annotated[bool, MAY_CHANGE] = False
     """whether to upload the saved model to the Hugging Face Hub"""
-    hf_entity: str = ""
+    hf_entity: Annotated[str, MAY_CHANGE] = ""
     """the user or organisation on the Hugging Face Hub; the owner of the token if empty"""
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
-    checkpoint_minutes: float = 10
+    checkpoint_minutes: Annotated[float, Range(0, 10**6), MAY_CHANGE] = 10
     """minutes between checkpoints, which are also saved at evaluations, after phases and when stopped; 0: none"""
 
     # Environment
@@ -87,65 +84,65 @@ class Args:
     """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
     repeat_action_probability: float | None = None
     """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
-    num_envs: int = 16
+    num_envs: Annotated[int, Range(1, 1000)] = 16
     """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
     # DQN
-    total_timesteps: int = 10000000
+    total_timesteps: Annotated[int, Range(0), MAY_CHANGE] = 10000000
     """environment steps (4 frames each) of the online phase; 0 ends the run after the offline phase"""
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, Range(1e-12, 1000)] = 1e-4
     """the learning rate of the optimizer"""
-    buffer_size: int = 1000000
+    buffer_size: Annotated[int, Range(1), MAY_CHANGE] = 1000000
     """environment steps in the online replay buffer, 7.1 kB each"""
-    gamma: float = 0.99
+    gamma: Annotated[float, Range(0, 1)] = 0.99
     """the discount factor"""
-    n_step: int = 1
+    n_step: Annotated[int, Range(1, 1000)] = 1
     """the number of rewards summed before bootstrapping (paper: 3)"""
-    tau: float = 1.0
+    tau: Annotated[float, Range(0, 1)] = 1.0
     """the target network update rate"""
-    target_network_frequency: int = 1000
+    target_network_frequency: Annotated[int, Range(1)] = 1000
     """the updates (offline) or environment steps (online) between updates of the target network"""
-    batch_size: int = 32
+    batch_size: Annotated[int, Range(1)] = 32
     """the batch size of a sample from the replay buffer"""
-    start_e: float = 1.0
+    start_e: Annotated[float, Range(0, 1)] = 1.0
     """the starting epsilon for exploration"""
-    end_e: float = 0.01
+    end_e: Annotated[float, Range(0, 1)] = 0.01
     """the ending epsilon for exploration, and the epsilon of evaluations"""
-    exploration_fraction: float = 0.10
+    exploration_fraction: Annotated[float, Range(0, 1)] = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed, counted from the first offline update"""
-    learning_starts: int = 80000
+    learning_starts: Annotated[int, Range(0)] = 80000
     """environment steps of the online phase before the first update"""
-    train_frequency: int = 4
+    train_frequency: Annotated[int, Range(1)] = 4
     """the online environment steps per update"""
 
     # QDagger
-    teacher_policy_hf_repo: str | None = None
+    teacher_policy_hf_repo: Annotated[str | None, MAY_CHANGE] = None
     """the teacher: a file, directory or hub repository; by default cleanrl/{env_id}-{teacher_model_exp_name}-seed1"""
     teacher_model_exp_name: str = "dqn_atari"
     """the name of the teacher's file without .cleanrl_model or .zip; by default, a single model may have any name"""
-    teacher_eval_episodes: int = 10
+    teacher_eval_episodes: Annotated[int, Range(1)] = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
-    teacher_steps: int = 500000
+    teacher_steps: Annotated[int, Range(1)] = 500000
     """environment steps of the teacher, which fill the teacher's replay buffer; epsilon is annealed over them, too"""
-    offline_steps: int = 500000
+    offline_steps: Annotated[int, Range(0)] = 500000
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
-    temperature: float = 0.1
+    temperature: Annotated[float, Range(1e-12, 1000)] = 0.1
     """the temperature of both softmaxes in the distillation loss (CleanRL: 1)"""
-    distill_coefficient: float = 1.0
+    distill_coefficient: Annotated[float, Range(0, 10**6)] = 1.0
     """λ, the weight of the distillation loss, before it is annealed; 0 trains without this loss"""
-    online_learning_rate: float | None = None
+    online_learning_rate: Annotated[float | None, Range(1e-12, 1000)] = None
     """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default constant"""
-    final_learning_rate: float | None = None
+    final_learning_rate: Annotated[float | None, Range(1e-12, 1000)] = None
     """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
-    warmup_updates: int = 0
+    warmup_updates: Annotated[int, Range(0)] = 0
     """updates of linear learning rate warmup; try 300 with a large learning rate"""
 
     # Evaluations of the student
-    eval_episodes: int = 10
+    eval_episodes: Annotated[int, Range(1), MAY_CHANGE] = 10
     """episodes of each evaluation of the student"""
-    offline_eval_frequency: int = 100000
+    offline_eval_frequency: Annotated[int, Range(1)] = 100000
     """offline updates between evaluations of the student, which also save it"""
-    online_eval_frequency: int = 500000
+    online_eval_frequency: Annotated[int, Range(1), MAY_CHANGE] = 500000
     """online environment steps between evaluations of the student, which also save it"""
 
 
@@ -154,7 +151,6 @@ class Progress:
     """The progress of a run, saved in each checkpoint."""
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
-    offline_finished: bool = False  # True after the evaluation at the end of the offline phase
     teacher_step: int = 0  # environment steps of teacher data
     offline_update: int = 0
     online_step: int = 0  # environment steps of the student
@@ -248,50 +244,31 @@ class C51Network(TeacherNetwork):
         return (probabilities * self.atoms).sum(dim=2)  # @ would compute in bfloat16
 
 
-def load_model(path: Path, num_actions: int, temperature: float) -> tuple[nn.Module, float]:
-    """Load a model of any format.
+class Hardware(NamedTuple):
+    """The hardware on which the networks compute, and how."""
 
-    Args:
-        path: the file, see `find_model`.
-        num_actions: the number of actions of the game.
-        temperature: a policy's logits are multiplied by it, so that softmax(outputs / temperature) is the policy.
-
-    Returns:
-        The network, and the temperature at which it samples its actions: 0 if it takes the largest Q-value.
-    """
-    networks = {network.__name__: network(num_actions) for network in (QNetwork, TeacherNetwork, C51Network)}
-    layers = {name: network.state_dict() for name, network in networks.items()}
-    name, weights, is_policy = read_model(path, "torch", layers)
-    if is_policy:
-        weights["network.9.weight"] *= temperature
-        weights["network.9.bias"] *= temperature
-    networks[name].load_state_dict({key: torch.from_numpy(array) for key, array in weights.items()})
-    return networks[name], temperature if is_policy else 0.0
+    device: torch.device
+    bf16: bool  # whether hidden layers compute in bfloat16
+    memory_format: torch.memory_format  # in which convolutions are fastest
 
 
-def save_model(network: nn.Module, path: Path) -> None:
-    """Save the state dict, on the CPU and contiguous."""
-    with atomic_write(path) as file:
-        torch.save({key: value.detach().cpu().contiguous() for key, value in network.state_dict().items()}, file)
+def choose_hardware(args: Args) -> Hardware:
+    """Choose device, precision and algorithms."""
+    torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cudnn.benchmark = not args.torch_deterministic
+    return Hardware(*set_up_torch(args.cuda, args.bf16))
 
 
-class Ring(NamedTuple):
-    """The arrays of a replay buffer: L steps of N environments; step t is in slot t % L.
+class Record(NamedTuple):
+    """The arrays that are stored of environment steps: (L, N, …) of L steps of N environments, (N, …) of one step."""
 
-    :meth:`Replay.add` also uses it for a single step, without the axis L.
-    """
-
-    frame: torch.Tensor  # uint8 (L, N, 84, 84), the newest of each observation; stacks of 4 are built when sampling
-    action: torch.Tensor  # uint8 (L, N)
-    reward: torch.Tensor  # float32 (L, N), clipped to [−1, 1]
-    terminated: torch.Tensor  # bool (L, N), a life was lost or the game ended
-    age: torch.Tensor  # int32 (L, N), steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool (L, N), False where no transition starts: at the end of an episode, and of a stopped run
-    teacher_q_values: torch.Tensor  # float32 (L, N, num_actions), computed once: a step is sampled often
-
-
-# Of an environment step: frame, action, reward, terminated, age, valid, 18 Q-values at most.
-STEP_BYTES = 84 * 84 + 1 + 4 + 1 + 4 + 1 + 18 * 4
+    frame: torch.Tensor  # uint8 (…, 84, 84), the newest of each observation; stacks of 4 are built when sampling
+    action: torch.Tensor  # uint8
+    reward: torch.Tensor  # float32, clipped to [−1, 1]
+    terminated: torch.Tensor  # bool, a life was lost or the game ended
+    age: torch.Tensor  # int32, steps since the reset of the episode: a stack has no frames from before it
+    valid: torch.Tensor  # bool, False where no transition starts: at the end of an episode, and of a stopped run
+    teacher_q_values: torch.Tensor  # float32 (…, num_actions), computed once: a step is sampled often
 
 
 class Batch(NamedTuple):
@@ -306,27 +283,34 @@ class Batch(NamedTuple):
 
 
 class Replay:
-    """A replay buffer of the last ``size`` environment steps, on the device of the networks."""
+    """A replay buffer of the last ``size`` environment steps, on the device of the networks.
 
-    def __init__(self, size: int, num_actions: int, args: Args, device: torch.device):
-        self.length = size // args.num_envs
-        self.n_step = args.n_step
+    Step t of each environment is in slot t % ``length`` of the ring.
+    """
+
+    def __init__(self, size: int, num_envs: int, num_actions: int, n_step: int, hardware: Hardware):
+        self.length = size // num_envs  # steps of each environment
+        self.size = self.length * num_envs
+        self.n_step = n_step
         self.steps_added = 0  # of each environment
-        self.age = np.zeros(args.num_envs, np.int32)  # steps since the reset, of the next step to be added
-        shape = (self.length, args.num_envs)
-        self.ring = Ring(
-            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=device),
-            action=torch.empty(shape, dtype=torch.uint8, device=device),
-            reward=torch.empty(shape, dtype=torch.float32, device=device),
-            terminated=torch.empty(shape, dtype=torch.bool, device=device),
-            age=torch.empty(shape, dtype=torch.int32, device=device),
-            valid=torch.empty(shape, dtype=torch.bool, device=device),
-            teacher_q_values=torch.empty((*shape, num_actions), dtype=torch.float32, device=device),
+        self.age = np.zeros(num_envs, np.int32)  # steps since the reset, of the next step to be added
+        shape = (self.length, num_envs)
+        self.ring = Record(
+            frame=torch.empty((*shape, 84, 84), dtype=torch.uint8, device=hardware.device),
+            action=torch.empty(shape, dtype=torch.uint8, device=hardware.device),
+            reward=torch.empty(shape, dtype=torch.float32, device=hardware.device),
+            terminated=torch.empty(shape, dtype=torch.bool, device=hardware.device),
+            age=torch.empty(shape, dtype=torch.int32, device=hardware.device),
+            valid=torch.empty(shape, dtype=torch.bool, device=hardware.device),
+            teacher_q_values=torch.empty((*shape, num_actions), dtype=torch.float32, device=hardware.device),
         )
+        self.gradient_steps = None  # of :class:`Student`: a CUDA graph reads this ring, and ends with it
 
-    def add(self, observation: torch.Tensor, action: np.ndarray, result: Step, teacher_q_values: torch.Tensor) -> None:
-        """Add a step of each environment: the observation before it, the action and its result; arrays (N, …)."""
-        step = Ring(
+    def add(
+        self, observation: np.ndarray, action: np.ndarray, result: StepResult, teacher_q_values: np.ndarray
+    ) -> None:
+        """Add a step of each environment: the observation before it, the action taken and the result; arrays (N, …)."""
+        record = Record(
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
@@ -336,25 +320,35 @@ class Replay:
             teacher_q_values=teacher_q_values,
         )
         slot = self.steps_added % self.length
-        for array, value in zip(self.ring, step, strict=True):
+        for array, value in zip(self.ring, record, strict=True):
             array[slot].copy_(to_device(value, array.device), non_blocking=True)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
+
+    def sampled_steps(self) -> range:
+        """Return the steps that can be sampled: their stacks and bootstrap observations are in the buffer."""
+        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
+        return range(low, max(low, self.steps_added - self.n_step))
+
+    # ==================== checkpoints ====================
+
+    def read(self, low: int, high: int) -> dict[str, np.ndarray]:
+        """Return the arrays of slots [low, high)."""
+        return {name: array[low:high].cpu().numpy() for name, array in self.ring._asdict().items()}
+
+    def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
+        """Write what :meth:`read` returned to the slots from ``low`` on."""
+        for name, array in self.ring._asdict().items():
+            array[low : low + len(arrays[name])].copy_(torch.from_numpy(arrays[name]))
 
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring.valid[(self.steps_added - 1) % self.length] = False
         self.age = np.zeros_like(self.age)
 
-    @property
-    def window(self) -> tuple[int, int]:
-        """The steps [low, high) that can be sampled: their stacks and bootstrap observations are in the buffer."""
-        low = 0 if self.steps_added <= self.length else self.steps_added - self.length + 3  # 3 older frames of a stack
-        return low, max(low, self.steps_added - self.n_step)
-
 
 def sample(
-    ring: Ring, low: int, high: int, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
+    ring: Record, low: int, high: int, batch_size: int, generator: torch.Generator, n_step: int, gamma: float
 ) -> Batch:
     """Sample a batch uniformly, with replacement, from the valid transitions of steps [low, high)."""
     length, num_envs = ring.valid.shape
@@ -371,7 +365,7 @@ def sample(
     return transitions_at(ring, t, env, n_step, gamma)
 
 
-def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
+def transitions_at(ring: Record, t: torch.Tensor, env: torch.Tensor, n_step: int, gamma: float) -> Batch:
     """Return the transitions of steps ``t``, int64 (B,), in environments ``env``, int64 (B,)."""
     length = len(ring.valid)
     # A termination or a final observation ends the n rewards early. A termination has no bootstrap.
@@ -396,7 +390,7 @@ def transitions_at(ring: Ring, t: torch.Tensor, env: torch.Tensor, n_step: int, 
     )
 
 
-def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
+def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor:
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     length = len(ring.valid)
     ago = torch.arange(3, -1, -1, device=t.device)  # steps, oldest frame first
@@ -404,8 +398,44 @@ def stack_frames(ring: Ring, t: torch.Tensor, env: torch.Tensor) -> torch.Tensor
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
+class Teacher:
+    """A trained agent, whose weights do not change, from a model file of any format.
+
+    Args:
+        path: the file, see :func:`cleanrl_utils.models.find_model`.
+        num_actions: the number of actions of the game.
+        temperature: a policy's logits are multiplied by it, so that softmax(Q-values / temperature) is the policy.
+        hardware: where it computes.
+
+    Raises:
+        UserError: the file is damaged or has the weights of another network.
+    """
+
+    def __init__(self, path: Path, num_actions: int, temperature: float, hardware: Hardware):
+        candidates = [network(num_actions) for network in (QNetwork, TeacherNetwork, C51Network)]
+        layers = {network: network.state_dict() for network in candidates}
+        self.network, weights, is_policy = read_model(path, "torch", layers)
+        if is_policy:
+            weights["network.9.weight"] *= temperature
+            weights["network.9.bias"] *= temperature
+        self.network.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
+        self.network.to(hardware.device, memory_format=hardware.memory_format).eval()
+        if hardware.bf16 and isinstance(self.network, TeacherNetwork):
+            # The weights never change: cast once, not in each forward pass. A QNetwork may lack `network`.
+            self.network.network[:-1].to(torch.bfloat16)
+        self.path = path
+        self.temperature = temperature if is_policy else 0.0  # at which it samples actions; 0: the largest Q-value
+        self.hardware = hardware
+
+    @torch.no_grad()
+    def q_values(self, observation: np.ndarray) -> np.ndarray:
+        """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
+            return self.network(to_device(observation, self.hardware.device)).cpu().numpy()
+
+
 class Losses(NamedTuple):
-    """The loss, its terms and the mean Q-value, which the online phase logs by these names."""
+    """The loss, its terms and the mean Q-value."""
 
     loss: torch.Tensor
     td_loss: torch.Tensor
@@ -413,21 +443,17 @@ class Losses(NamedTuple):
     q_values: torch.Tensor  # the mean over the batch, of the actions taken
 
 
-@torch.no_grad()
-def td_target(target_network: nn.Module, batch: Batch) -> torch.Tensor:
-    """Compute y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), float32 (B,)."""
-    return batch.n_step_return + batch.bootstrap_discount * target_network(batch.bootstrap_observation).amax(dim=1)
-
-
 def qdagger_loss(
-    q_network: nn.Module, y: torch.Tensor, batch: Batch, distill_coefficient: float, temperature: float
+    q_network: nn.Module, target_q_values: torch.Tensor, batch: Batch, distill_coefficient: float, temperature: float
 ) -> Losses:
     """Compute the QDagger loss (Agarwal et al., 2022, section 4.2, eq. 2).
 
     L = mean (Q(s,a) − y)² + λ · mean KL( softmax(Q_T(s,·) / temperature) ‖ softmax(Q(s,·) / temperature) )
 
-    with y of :func:`td_target`, λ = ``distill_coefficient`` and the teacher's Q-values Q_T.
+    with y = Σ γᵏ r + γᵐ (1 − terminated) max Q'(s',·), λ = ``distill_coefficient`` and the teacher's Q-values Q_T.
+    ``target_q_values`` are Q'(s',·), float32 (B, num_actions).
     """
+    y = batch.n_step_return + batch.bootstrap_discount * target_q_values.amax(dim=1)
     q_values = q_network(batch.observation)
     q_of_action = q_values.gather(1, batch.action[:, None])[:, 0]
     td_loss = F.mse_loss(q_of_action, y)
@@ -439,60 +465,126 @@ def qdagger_loss(
     return Losses(loss, td_loss, distill_loss, q_of_action.mean())
 
 
-def make_update(
-    q_network: nn.Module, target_network: nn.Module, optimizer: torch.optim.Adam, ring: Ring,
-    generator: torch.Generator, autocast: torch.autocast, args: Args,
-) -> Callable[..., Losses]:  # fmt: skip
-    """Return the function that updates the Q-network; on a GPU it runs as a CUDA graph, which reads this ring."""
-    loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
+class Student:
+    """The student: Q-network, target network, optimizer and random numbers.
 
-    def update(low: int, high: int, distill_coefficient: float, *learning_rates: float) -> Losses:
-        """Make as many gradient steps as there are learning rates, on transitions of steps [low, high).
+    Outside of gradient steps, the networks are in evaluation mode.
+    """
 
-        Return the losses of the last one. A CUDA graph gets numbers as tensors. Its Python code runs only in the first
-        calls, so every value that changes is an argument. The next call overwrites the returned losses.
+    temperature = 0.0  # it takes the action with the largest Q-value
+
+    def __init__(self, args: Args, num_actions: int, hardware: Hardware):
+        self.args = args
+        self.hardware = hardware
+        torch.manual_seed(args.seed)
+        self.generator = torch.Generator(hardware.device).manual_seed(args.seed)
+        self.q_network = QNetwork(num_actions).to(hardware.device, memory_format=hardware.memory_format).eval()
+        self.target_network = copy.deepcopy(self.q_network)
+        # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
+        capturable = hardware.device.type == "cuda"
+        parameters = self.q_network.parameters()
+        self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        self.loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
+
+    @torch.no_grad()
+    def q_values(self, observation: np.ndarray) -> np.ndarray:
+        """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
+            return self.q_network(to_device(observation, self.hardware.device)).cpu().numpy()
+
+    def update(self, replay: Replay, distill_coefficient: float, learning_rates: Sequence[float]) -> Losses:
+        """Make a gradient step for each learning rate; return the losses of the last one.
+
+        The next call may overwrite the returned losses.
         """
+        if replay.gradient_steps is None:
+            steps = functools.partial(self.gradient_steps, replay.ring)
+            enabled = self.args.cuda_graph and self.hardware.device.type == "cuda"
+            replay.gradient_steps = cuda_graph(steps, self.generator, enabled)
+        steps = replay.sampled_steps()
+        for i in range(0, len(learning_rates), UPDATES_PER_CALL):
+            rates = learning_rates[i : i + UPDATES_PER_CALL]
+            losses = replay.gradient_steps(steps.start, steps.stop, distill_coefficient, *rates)
+        return losses
+
+    def gradient_steps(
+        self, ring: Record, low: int, high: int, distill_coefficient: float, *learning_rates: float
+    ) -> Losses:
+        """Make gradient steps on transitions of steps [low, high).
+
+        A CUDA graph gets numbers as tensors. Its Python code runs only in the first calls, so every value that changes
+        is an argument.
+        """
+        args = self.args
+        autocast = torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16)
         num_transitions = len(learning_rates) * args.batch_size
-        batches = sample(ring, low, high, num_transitions, generator, args.n_step, args.gamma)
-        with autocast:
-            # All targets at once take less time. The target network does not change in a call.
-            targets = td_target(target_network, batches)
+        batches = sample(ring, low, high, num_transitions, self.generator, args.n_step, args.gamma)
+        with torch.no_grad(), autocast:  # the target network does not change in a call
+            target_q_values = self.target_network(batches.bootstrap_observation)
+        self.q_network.train()
         for i, learning_rate in enumerate(learning_rates):
             rows = slice(i * args.batch_size, (i + 1) * args.batch_size)
             batch = Batch(*(array[rows] for array in batches))
-            optimizer.param_groups[0]["lr"] = learning_rate
+            self.optimizer.param_groups[0]["lr"] = learning_rate
             with autocast:
-                losses = loss_function(q_network, targets[rows], batch, distill_coefficient, args.temperature)
-            optimizer.zero_grad()
+                losses = self.loss_function(
+                    self.q_network, target_q_values[rows], batch, distill_coefficient, args.temperature
+                )
+            self.optimizer.zero_grad()
             losses.loss.backward()
-            optimizer.step()
+            self.optimizer.step()
+        self.q_network.eval()
         return Losses(*(term.detach() for term in losses))
 
-    return cuda_graph(update, generator, args.cuda_graph and ring.frame.is_cuda)
+    @torch.no_grad()
+    def update_target(self, tau: float) -> None:
+        """Move the target network towards the Q-network by the fraction ``tau``; copy its buffers."""
+        for target, online in zip(self.target_network.parameters(), self.q_network.parameters(), strict=True):
+            target.lerp_(online, tau)
+        for target, online in zip(self.target_network.buffers(), self.q_network.buffers(), strict=True):
+            target.copy_(online)
 
+    def save(self, path: Path) -> None:
+        """Save the Q-network's state dict, on the CPU and contiguous; raise a UserError if it has NaN values."""
+        weights = {name: value.detach().cpu().contiguous() for name, value in self.q_network.state_dict().items()}
+        check_finite(weights.values())
+        with atomic_write(path) as file:
+            torch.save(weights, file)
 
-@torch.no_grad()
-def update_target(target_network: nn.Module, q_network: nn.Module, tau: float) -> None:
-    """Move the target network towards the Q-network by the fraction ``tau``."""
-    for target, online in zip(target_network.parameters(), q_network.parameters(), strict=True):
-        target.lerp_(online, tau)
+    def dump(self) -> bytes:
+        """Serialise the state of the student for a checkpoint."""
+        parts = (self.q_network, self.target_network, self.optimizer)
+        file = io.BytesIO()
+        torch.save([*(part.state_dict() for part in parts), self.generator.get_state()], file)
+        return file.getvalue()
+
+    def load(self, data: bytes) -> None:
+        """Restore the state that :meth:`dump` serialised, of a CPU or a GPU."""
+        state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        q_network, target_network, optimizer, generator_state = state
+        self.q_network.load_state_dict(q_network)
+        self.target_network.load_state_dict(target_network)
+        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # they follow from flags and device
+        self.optimizer.load_state_dict(optimizer)
+        if generator_state.shape == self.generator.get_state().shape:  # otherwise of another kind of device
+            self.generator.set_state(generator_state)
 
 
 def anneal_distillation(
-    recent_returns: Sequence[float], teacher_return: float, random_return: float, args: Args
+    recent_returns: Sequence[float], teacher_return: float, random_return: float, distill_coefficient: float
 ) -> float:
     """Compute λ from the last `RECENT_EPISODES` training episodes.
 
     This is section 4.2 of Agarwal et al. (2022), relative to the random policy's return as in the authors' code.
 
-    λ = ``args.distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
-    ``args.distill_coefficient`` before there are so many.
+    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
+    ``distill_coefficient`` before there are so many.
     """
     if len(recent_returns) < RECENT_EPISODES:
-        return args.distill_coefficient
+        return distill_coefficient
     gap = teacher_return - float(np.mean(recent_returns))
     full_gap = max(teacher_return - random_return, 1e-9)  # a teacher may be no better than the random policy
-    return args.distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
+    return distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -528,6 +620,24 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
     return np.where(explore, random_action, q_values.argmax(axis=1))
 
 
+def log_losses(run: Run, phase: str, losses: Losses, step: int) -> None:
+    """Log the losses of an update by CleanRL's names."""
+    tags = {name: f"losses/{name}" for name in losses._fields}
+    if phase == "offline":
+        tags = {name: f"charts/offline/{name}" for name in ("loss", "distill_loss")} | {
+            "td_loss": "charts/offline/q_loss"
+        }
+    for name, tag in tags.items():
+        run.log(tag, getattr(losses, name), step)
+
+
+def set_up(args: Args) -> tuple[Args, Hardware]:
+    """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
+    hardware = choose_hardware(args)
+    one_step = Replay(size=1, num_envs=1, num_actions=18, n_step=args.n_step, hardware=hardware)
+    return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
+
+
 def times_due(start: int, end: int, every: int) -> int:
     """Return the number of multiples of ``every`` in (start, end]."""
     return end // every - start // every
@@ -535,224 +645,156 @@ def times_due(start: int, end: int, every: int) -> int:
 
 def main(args: Args) -> None:
     # ==================== setup ====================
-    device, bf16, memory_format = set_up_torch(args.cuda, args.bf16)
-    check_args(args, device, STEP_BYTES, batches_per_call=UPDATES_PER_CALL)
-    args.num_envs = fitting_num_envs(args)  # logs and checkpoints have the reduced number
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)  # for forward passes
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    generator = torch.Generator(device).manual_seed(args.seed)
-    rng = np.random.default_rng(args.seed)
-
+    args, hardware = set_up(args)
     make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
     envs = make_envs(num_envs=args.num_envs)
-    hub_name = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
-    teacher_path = find_model(args.teacher_policy_hf_repo or hub_name, args.teacher_model_exp_name)
-    teacher, teacher_temperature = load_model(teacher_path, envs.num_actions, args.temperature)
-    teacher.to(device, memory_format=memory_format)
-    if bf16 and isinstance(teacher, TeacherNetwork):
-        # The teacher's weights never change: cast once, not in each forward pass. A QNetwork may lack `network`.
-        teacher.network[:-1].to(torch.bfloat16)
-
-    torch.manual_seed(args.seed)  # here, since load_model draws random weights too
-    q_network = QNetwork(envs.num_actions).to(device, memory_format=memory_format)
-    target_network = copy.deepcopy(q_network)
-    # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
-    capturable = device.type == "cuda"
-    optimizer = torch.optim.Adam(q_network.parameters(), args.learning_rate, fused=True, capturable=capturable)
-
-    # Makes and locks runs/{run_name}, or the directory of --resume; starts TensorBoard and, with --track, W&B.
-    run_dir, writer = start_logging(args, teacher_file=teacher_path)
-    video_dir = VIDEOS / run_dir.name if args.capture_video else None
+    default_teacher = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
+    teacher_path = find_model(args.teacher_policy_hf_repo or default_teacher, args.teacher_model_exp_name)
+    teacher = Teacher(teacher_path, envs.num_actions, args.temperature, hardware)
+    student = Student(args, envs.num_actions, hardware)
+    rng = np.random.default_rng(args.seed)
     progress = Progress()
-    checkpoint = Checkpoint(
-        args, run_dir, progress=progress, q_network=q_network, target_network=target_network, optimizer=optimizer,
-        generator=generator, rng=rng, writer=writer, teacher=teacher_path,
-    )  # fmt: skip
+    run = Run(args, progress=progress, student=student, rng=rng, teacher=teacher_path)  # all that a checkpoint holds
 
-    @torch.no_grad()
-    def q_values_of(network: nn.Module, observation: torch.Tensor) -> torch.Tensor:
-        with autocast:
-            return network(observation)
+    def evaluate(name: str, policy: Teacher | Student, episodes: int, epsilon: float) -> float:
+        """Play whole episodes, keep their returns, and return the mean."""
 
-    def evaluate(name: str, network: nn.Module, episodes: int, epsilon: float, temperature: float = 0.0) -> list[float]:
-        """Play whole episodes and return their returns."""
-        action_rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # the same in each evaluation
+        def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
+            run.exit_if_signalled()  # a resumed run repeats the evaluation
+            return epsilon_greedy(policy.q_values(observation), epsilon, action_rng, policy.temperature)
 
-        def act(observation: np.ndarray) -> np.ndarray:
-            checkpoint.exit_if_signalled()  # a resumed run repeats the evaluation
-            q_values = q_values_of(network, to_device(observation, device)).cpu().numpy()
-            return epsilon_greedy(q_values, epsilon, action_rng, temperature)
-
-        return play_episodes(name, act, episodes, make_envs, args.seed, video_dir)
+        progress.returns[name] = play_episodes(name, act, episodes, make_envs, args.seed, run.video_dir)
+        return float(np.mean(progress.returns[name]))
 
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
-        """Save a checkpoint, evaluate the student, log its mean return and save its weights."""
-        check_finite(q_network.parameters())
-        # A signal ends the evaluation at once, and the run that is resumed from this checkpoint repeats it.
-        checkpoint.save(replay=replay)
-        returns = evaluate(f"{phase} {step}", q_network, args.eval_episodes, args.end_e)
-        progress.returns[f"{phase} {step}"] = returns
-        writer.add_scalar(f"charts/{phase}/avg_episodic_return", np.mean(returns), global_step)
-        save_model(q_network, run_dir / f"{args.exp_name}-{phase}-{step}.cleanrl_model")
+        """Save the student and a checkpoint, evaluate the student and log its mean return.
 
-    with writer, checkpoint:  # outside of evaluations, a signal stops the run after a checkpoint
-        checkpoint.restore()  # does nothing in a new run
+        It comes before the updates of a step, so that a run resumed from the checkpoint begins with the evaluation.
+        """
+        student.save(run.model_path(f"-{phase}-{step}"))
+        run.save(replay)
+        mean_return = evaluate(f"{phase} {step}", student, args.eval_episodes, args.end_e)
+        run.log(f"charts/{phase}/avg_episodic_return", mean_return, global_step)
 
+    with run:  # makes or resumes it; in the phases, a signal ends it after a checkpoint
         # ==================== evaluate teacher and random policy ====================
-        if "random" not in progress.returns:
-            checkpoint.save()
-            # At epsilon 1, the network does not matter.
-            for name, epsilon in (("teacher", args.end_e), ("random", 1.0)):
-                returns = evaluate(name, teacher, args.teacher_eval_episodes, epsilon, teacher_temperature)
-                progress.returns[name] = returns
-                writer.add_scalar(f"charts/{name}/avg_episodic_return", np.mean(returns), 0)
+        for name, epsilon in (("teacher", args.end_e), ("random", 1.0)):  # at epsilon 1, the network does not matter
+            if name not in progress.returns:
+                mean_return = evaluate(name, teacher, args.teacher_eval_episodes, epsilon)
+                run.log(f"charts/{name}/avg_episodic_return", mean_return, 0)
+        warn_of_weak_teacher(progress.returns)
         teacher_return = float(np.mean(progress.returns["teacher"]))
         random_return = float(np.mean(progress.returns["random"]))
-        if teacher_return <= random_return:
-            print("WARNING: the teacher is no better than the random policy; λ is 0 once the student is as good")
 
-        if args.offline_steps > 0 and not progress.offline_finished:
-            replay = Replay(args.teacher_steps, envs.num_actions, args, device)
-            data_steps = args.teacher_steps // args.num_envs * args.num_envs  # whole steps of all environments
-            if progress.teacher_step > 0:
-                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
+        last_offline_evaluation = f"offline {args.offline_steps}"
+        if args.offline_steps > 0 and last_offline_evaluation not in progress.returns:
+            replay = Replay(args.teacher_steps, args.num_envs, envs.num_actions, args.n_step, hardware)
+            run.restore_replay(replay, progress.teacher_step)
 
             # ==================== teacher data ====================
-            if progress.teacher_step < data_steps:
+            if progress.teacher_step < replay.size:
                 # The step is in the seed, so that a resumed run does not repeat the first episodes.
-                observation = to_device(envs.reset((args.seed, Stream.TEACHER_DATA, progress.teacher_step)), device)
-                steps = range(progress.teacher_step, data_steps, args.num_envs)
-                start_time = time.perf_counter()
-                for step in ProgressBar("teacher data", steps, "step"):
-                    teacher_q_values = q_values_of(teacher, observation)
+                observation = envs.reset(args.seed, "teacher data", progress.teacher_step)
+                steps = range(progress.teacher_step, replay.size, args.num_envs)
+                for step in run.steps("teacher data", "step", steps):
+                    teacher_q_values = teacher.q_values(observation)
                     epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                    action = epsilon_greedy(teacher_q_values.cpu().numpy(), epsilon, rng, teacher_temperature)
+                    action = epsilon_greedy(teacher_q_values, epsilon, rng, teacher.temperature)
                     action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
                     result = envs.recv()
                     replay.add(observation, action, result, teacher_q_values)
-                    observation = to_device(result.observation, device)
-
+                    observation = result.observation
                     progress.teacher_step = step + args.num_envs
-                    checkpoint.save_if_due(replay=replay)
-                sps = (data_steps - steps.start) / (time.perf_counter() - start_time)
-                writer.add_scalar("charts/teacher/SPS", int(sps), 0)
-                checkpoint.save(replay=replay)
+                    run.save_if_due(replay)
+                run.log("charts/teacher/SPS", run.steps_per_second, 0)
+                run.save(replay)
 
             # ==================== offline: learn from the teacher's data ====================
-            update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-            # In this phase, a step is an update. A call makes a number of them that divides all these, so that logs,
-            # evaluations and target network updates are due between two calls. If it is 1, a GPU is slow.
-            per_call = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
-            steps = range(progress.offline_update, args.offline_steps, per_call)
-            start_time = time.perf_counter()
-            for step in ProgressBar("offline", steps, "update"):
-                # The evaluation comes before the update, so that a run resumed from its checkpoint begins with it.
+            # The number of updates at once divides all these, so that logs, evaluations and updates of the target
+            # network are due between two calls. If it is 1, a GPU is slow.
+            at_once = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
+            for step in run.steps("offline", "update", range(progress.offline_update, args.offline_steps, at_once)):
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
-                next_step = min(step + per_call, args.offline_steps)
-                learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in range(step, next_step)]
-                losses = update(*replay.window, args.distill_coefficient, *learning_rates)
-                if next_step % args.target_network_frequency == 0:
-                    update_target(target_network, q_network, args.tau)
-
-                progress.offline_update = next_step
-                if next_step % LOG_EVERY == 0:  # seldom, since reading a value synchronises with a GPU
-                    check_finite(losses)
-                    writer.add_scalar("charts/offline/loss", losses.loss.item(), next_step)
-                    writer.add_scalar("charts/offline/q_loss", losses.td_loss.item(), next_step)
-                    writer.add_scalar("charts/offline/distill_loss", losses.distill_loss.item(), next_step)
-                    updates_per_second = (next_step - steps.start) / (time.perf_counter() - start_time)
-                    writer.add_scalar("charts/offline/updates_per_second", updates_per_second, next_step)
-                checkpoint.save_if_due(replay=replay)
+                updates = range(step, min(step + at_once, args.offline_steps))
+                learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in updates]
+                losses = student.update(replay, args.distill_coefficient, learning_rates)
+                if updates.stop % args.target_network_frequency == 0:
+                    student.update_target(args.tau)
+                progress.offline_update = updates.stop
+                if updates.stop % LOG_EVERY == 0:  # seldom, since reading a value synchronises with a GPU
+                    log_losses(run, "offline", losses, updates.stop)
+                    run.log("charts/offline/updates_per_second", run.steps_per_second, updates.stop)
+                run.save_if_due(replay)
             evaluate_student("offline", args.offline_steps, args.offline_steps, replay)
-            update_target(target_network, q_network, 1.0)  # the online phase starts with an up-to-date target network
-            progress.offline_finished = True
-            del replay, update  # before the online replay buffer is made: memory holds one of them
-            checkpoint.save()  # without a replay buffer: that of the next save is another one
+            student.update_target(1.0)  # the online phase starts with an up-to-date target network
+            del replay  # before the online replay buffer is made: memory holds one of them
+            run.save()
 
         # ==================== online: learn from the student's own data ====================
         if progress.online_step < args.total_timesteps:
-            replay = Replay(args.buffer_size, envs.num_actions, args, device)
-            if progress.online_step > 0:
-                checkpoint.restore_replay(replay)  # its episodes end, since emulators can't be resumed
-            update = make_update(q_network, target_network, optimizer, replay.ring, generator, autocast, args)
-
-            # One function of both forward passes, so that a GPU runs them as one CUDA graph.
-            def compute_both(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-                return q_values_of(q_network, observation), q_values_of(teacher, observation)
-
-            both_q_values = cuda_graph(compute_both, generator, args.cuda_graph and device.type == "cuda")
-            exploration_steps = args.exploration_fraction * args.total_timesteps
-            updates_per_log = max(LOG_EVERY // args.train_frequency, 1)
-            observation = to_device(envs.reset((args.seed, Stream.TRAINING, progress.online_step)), device)
+            replay = Replay(args.buffer_size, args.num_envs, envs.num_actions, args.n_step, hardware)
+            run.restore_replay(replay, progress.online_step)
+            losses = None
+            observation = envs.reset(args.seed, "online", progress.online_step)
             steps = range(progress.online_step, args.total_timesteps, args.num_envs)
-            bar = ProgressBar("online", steps, "step")
-            start_time = time.perf_counter()
-            for step in bar:
-                global_step = args.offline_steps + step  # offline updates count as steps
+            for step in run.steps("online", "step", steps):
                 next_step = step + args.num_envs
-                # The evaluation comes before the step, so that a run resumed from its checkpoint begins with it.
+                global_step = args.offline_steps + step  # offline updates count as steps
                 if step > 0 and times_due(step - args.num_envs, step, args.online_eval_frequency):
                     evaluate_student("online", step, global_step, replay)
-                q_values, teacher_q_values = both_q_values(observation)
-                epsilon = linear_schedule(args.start_e, args.end_e, exploration_steps, global_step)
-                action = epsilon_greedy(q_values.cpu().numpy(), epsilon, rng, temperature=0.0)
+                epsilon_steps = args.exploration_fraction * args.total_timesteps
+                epsilon = linear_schedule(args.start_e, args.end_e, epsilon_steps, global_step)
+                action = epsilon_greedy(student.q_values(observation), epsilon, rng, student.temperature)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
-                # The student learns while the emulators run. Nothing here synchronises with a GPU.
-                distill_coefficient = anneal_distillation(progress.recent_returns, teacher_return, random_return, args)
-                low, high = replay.window
-                updates_before = progress.online_update
-                if step >= args.learning_starts and high > low:  # n_step + 1 steps are in the buffer
-                    progress.online_update += times_due(step, next_step, args.train_frequency)
-                    updates = range(args.offline_steps + updates_before, args.offline_steps + progress.online_update)
-                    learning_rates = [learning_rate_at(i, distill_coefficient, args) for i in updates]
-                    for i in range(0, len(updates), UPDATES_PER_CALL):
-                        losses = update(low, high, distill_coefficient, *learning_rates[i : i + UPDATES_PER_CALL])
+                # The student learns while the emulators run.
+                teacher_q_values = teacher.q_values(observation)
+                distill_coefficient = anneal_distillation(
+                    progress.recent_returns, teacher_return, random_return, args.distill_coefficient
+                )
+                if step >= args.learning_starts and replay.sampled_steps():
+                    first = args.offline_steps + progress.online_update
+                    updates = range(first, first + times_due(step, next_step, args.train_frequency))
+                    if updates:
+                        learning_rates = [learning_rate_at(i, distill_coefficient, args) for i in updates]
+                        losses = student.update(replay, distill_coefficient, learning_rates)
+                        progress.online_update += len(updates)
                     # Several are due if the frequency is below num_envs, which matters for tau < 1.
                     for _ in range(times_due(step, next_step, args.target_network_frequency)):
-                        update_target(target_network, q_network, args.tau)
+                        student.update_target(args.tau)
 
                 result = envs.recv()
                 replay.add(observation, action, result, teacher_q_values)
-                observation = to_device(result.observation, device)
-
+                observation = result.observation
                 progress.online_step = next_step
                 if times_due(step, next_step, LOG_EVERY):
-                    sps = (next_step - steps.start) / (time.perf_counter() - start_time)
-                    writer.add_scalar("charts/SPS", int(sps), global_step)
-                    writer.add_scalar("charts/epsilon", epsilon, global_step)
-                    writer.add_scalar("charts/distill_coeff", distill_coefficient, global_step)
-                if times_due(updates_before, progress.online_update, updates_per_log):
-                    check_finite(losses)
-                    for name, term in losses._asdict().items():
-                        writer.add_scalar(f"losses/{name}", term.item(), global_step)
+                    run.log("charts/SPS", run.steps_per_second, global_step)
+                    run.log("charts/epsilon", epsilon, global_step)
+                    run.log("charts/distill_coeff", distill_coefficient, global_step)
+                    if losses is not None:
+                        log_losses(run, "online", losses, global_step)
                 for env, episodic_return, length in result.episodes:
                     progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
-                    writer.add_scalar("charts/episodic_return", episodic_return, global_step + env)
-                    writer.add_scalar("charts/episodic_length", length, global_step + env)
-                    bar.set_postfix_str(f"return {np.mean(progress.recent_returns):.1f}", refresh=False)
-                checkpoint.save_if_due(replay=replay)
+                    run.log("charts/episodic_return", episodic_return, global_step + env)
+                    run.log("charts/episodic_length", length, global_step + env)
+                    run.show(f"return {np.mean(progress.recent_returns):.1f}")
+                run.save_if_due(replay)
 
         # ==================== save and evaluate ====================
-        check_finite(q_network.parameters())
-        checkpoint.save()  # without the replay buffer: a resumed run only repeats the evaluation
-        model_path = run_dir / f"{args.exp_name}.cleanrl_model"
         if args.save_model:
-            save_model(q_network, model_path)
-            print(f"model saved to {model_path}")
-        progress.returns["final"] = evaluate("final", q_network, args.eval_episodes, args.end_e)
+            student.save(run.model_path())
+            print(f"model saved to {run.model_path()}")
+        run.save()  # without the replay buffer: a resumed run only repeats the evaluation
+        mean_return = evaluate("final", student, args.eval_episodes, args.end_e)
+        last_step = args.offline_steps + progress.online_step
+        run.log("charts/final/avg_episodic_return", mean_return, last_step)
         for i, episodic_return in enumerate(progress.returns["final"]):
-            writer.add_scalar("eval/episodic_return", episodic_return, args.offline_steps + progress.online_step + i)
+            run.log("eval/episodic_return", episodic_return, last_step + i)
 
-    # ==================== upload and summarise ====================
-    if args.upload_model:
-        upload_model(args, run_dir, model_path, progress.returns["final"])
-    summarise(args, run_dir, progress.returns)
-    checkpoint.finish()
+    run.finish(progress.returns)  # uploads the model if asked, and prints the results
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Atari: a vector environment for training, evaluation and videos."""
 
 import re
-from enum import IntEnum
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -17,20 +16,11 @@ FRAME_SKIP = 4
 LIST_GAMES = 'python -c "import ale_py, gymnasium; gymnasium.pprint_registry()"'
 
 
-class Stream(IntEnum):
-    """The uses of random numbers. With (seed, stream, step) as the seed, no two of them have the same numbers.
-
-    They start at 1, since NumPy takes (seed, 0) for ``seed``.
-    """
-
-    TEACHER_DATA = 1
-    TRAINING = 2
-    EVALUATION = 3
-    EVALUATION_ACTIONS = 4
-    VIDEO = 5
+# The uses of random numbers, by which the seed of a run gives independent streams. NumPy takes (seed, 0) for `seed`.
+STREAMS = {"teacher data": 1, "online": 2, "evaluation": 3, "evaluation actions": 4, "video": 5}
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """The result of a step of N environments."""
 
     observation: np.ndarray  # uint8 (N, 4, 84, 84), newest frame last
@@ -104,13 +94,19 @@ class AtariEnvs:
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
 
-    def reset(self, seed: int | tuple[int, ...]) -> np.ndarray:
-        """Start a new episode in every environment; return observations, uint8 (N, 4, 84, 84).
+    def reset(self, seed: int, stream: str = "online", step: int = 0) -> np.ndarray:
+        """Start a new episode in every environment.
 
-        The seed, also a tuple such as (seed of the run, stream, step), decides the no-ops and sticky actions.
+        Args:
+            seed: the seed of the run. With stream and step it decides the no-ops and sticky actions.
+            stream: the use of the environments, a key of `STREAMS`.
+            step: the step of the phase or the number of the episode.
+
+        Returns:
+            The observations, uint8 (N, 4, 84, 84).
         """
         # With consecutive numbers instead, runs with seeds 1 and 2 would have environments with the same seed.
-        seeds = np.random.SeedSequence(seed).generate_state(self.num_envs)
+        seeds = np.random.SeedSequence((seed, STREAMS[stream], step)).generate_state(self.num_envs)
         observation, info = self._envs.reset(seed=(seeds % (2**31 - 1) + 1).astype(np.int64))
         self._episode_start = info["frame_number"] - info["episode_frame_number"]
         self._return = np.zeros(self.num_envs, np.int64)
@@ -125,7 +121,7 @@ class AtariEnvs:
         self._envs.send(action)
         return action
 
-    def recv(self) -> Step:
+    def recv(self) -> StepResult:
         """Wait for the step that :meth:`send` started and return its result."""
         observation, reward, terminated, truncated, info = self._envs.recv()
         # The difference of the two frame counters changes only at a reset. Some games have no lives, and
@@ -137,9 +133,9 @@ class AtariEnvs:
         self._return = np.where(reset, 0, self._return + reward)
         self._length = np.where(reset, 0, self._length + 1)
         self._press_fire = terminated | reset
-        return Step(observation, reward, terminated & ~reset, truncated & ~reset, reset, episodes)
+        return StepResult(observation, reward, terminated & ~reset, truncated & ~reset, reset, episodes)
 
-    def step(self, action: np.ndarray) -> Step:
+    def step(self, action: np.ndarray) -> StepResult:
         """Call :meth:`send` and :meth:`recv`."""
         self.send(action)
         return self.recv()

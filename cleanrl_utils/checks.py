@@ -1,4 +1,8 @@
-"""Checks of flags, sizes and memory, which find a user's error before a long phase starts."""
+"""Flags: the limits of their values, and checks of sizes and memory before a long phase starts.
+
+A limit stands at its flag in the class ``Args`` of a script: ``gamma: Annotated[float, Range(0, 1)] = 0.99``. Tyro
+passes over it.
+"""
 
 import math
 import os
@@ -6,38 +10,58 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from cleanrl_utils.device import available_memory
 from cleanrl_utils.errors import UserError, flag
 from cleanrl_utils.hub import check_upload_possible
 
+T = TypeVar("T")
+MAY_CHANGE = "may change"  # annotates a flag that may have another value in a resumed run
+DIVERGED = "the training diverged to NaN or infinite values; start again, lower --learning-rate"
 STACK = 4  # frames of an observation
-LIMITS = (  # flags, and the smallest and largest value that they may have
-    ("num_envs n_step", 1, 1000),
-    ("buffer_size target_network_frequency batch_size train_frequency eval_episodes eval_frequency", 1, 10**12),
-    ("teacher_eval_episodes teacher_steps offline_eval_frequency online_eval_frequency", 1, 10**12),
-    ("total_timesteps learning_starts offline_steps warmup_updates", 0, 10**12),
-    ("checkpoint_minutes distill_coefficient", 0, 10**6),
-    ("learning_rate online_learning_rate final_learning_rate temperature", 1e-12, 1000),
-    ("gamma tau start_e end_e exploration_fraction", 0, 1),
-    ("seed", 0, 2**32 - 1),
-)
+BATCHES = 4  # sampled by one call of an update, at most
 # Sizes of replay buffers, and the length of the phase that needs it.
 BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}
 
 
-def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 1) -> None:
-    """Raise a UserError if the flags of a script can't be used, or need more memory than there is.
+class Range(NamedTuple):
+    """The values that a flag may have."""
 
-    The replay buffer is on ``device``, of PyTorch or JAX, and has ``step_bytes`` bytes per environment step. A call of
-    an update samples ``batches_per_call`` batches at once.
+    low: float
+    high: float = 10**12
+
+
+def annotations(args_class: type, kind: type[T]) -> dict[str, T]:
+    """Return the annotations of this kind by the name of their flag."""
+    hints = get_type_hints(args_class, include_extras=True)
+    found = {}
+    for name, hint in hints.items():
+        for annotation in getattr(hint, "__metadata__", ()):
+            if isinstance(annotation, kind):
+                found[name] = annotation
+    return found
+
+
+def check_args(args: T, device: Any, step_bytes: int) -> T:
+    """Check the flags of a script, and the memory that the replay buffers need on ``device``, of PyTorch or JAX.
+
+    Args:
+        args: the flags.
+        device: the device of the replay buffers.
+        step_bytes: the bytes of an environment step in a replay buffer.
+
+    Returns:
+        The flags that the run uses: `num_envs` is halved until the sizes leave room for so many environments.
+
+    Raises:
+        UserError: a flag can't be used, or a buffer needs more memory than there is.
     """
-    for names, low, high in LIMITS:
-        for name in names.split():
-            value = getattr(args, name, None)
-            if value is not None and not low <= value <= high:
-                raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}")
+    for name, limits in annotations(type(args), Range).items():
+        value = getattr(args, name)
+        if value is not None and not limits.low <= value <= limits.high:
+            raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {limits.low} and {limits.high}")
     # Windows allows 260 characters in a path, and the name is in that of the run and in that of the file. A file named
     # aux.cleanrl_model would be a device there.
     if not re.fullmatch(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(\.|$))[\w.+-]{1,60}", args.exp_name, re.ASCII):
@@ -51,23 +75,27 @@ def check_args(args: Any, device: Any, step_bytes: int, batches_per_call: int = 
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
     if getattr(args, "compile", False) and not shutil.which(compiler):
         raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
-    if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
-        raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one of them")
-    problem = size_problem(args, 1)
+    if args.resume is not None:
+        problem = size_problem(args, args.num_envs)
+    else:
+        if args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
+            raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one")
+        problem = size_problem(args, 1)
     if problem:
         raise UserError(problem)
-    check_memory(args, device, step_bytes, batches_per_call)
+    check_memory(args, device, step_bytes)
+    return replace(args, num_envs=fitting_num_envs(args))
 
 
 def check_finite(arrays: Iterable[Any]) -> None:
-    """Raise a UserError if a weight or the loss, arrays of PyTorch or JAX, has a NaN or infinite value."""
+    """Raise a UserError if an array of PyTorch, JAX or NumPy has a NaN or infinite value."""
     for array in arrays:
         if not abs(array).max() < math.inf:
-            raise UserError("the training diverged to NaN or infinite values; start again, lower --learning-rate")
+            raise UserError(DIVERGED)
 
 
 def fitting_num_envs(args: Any) -> int:
-    """Return `num_envs`, halved until the sizes leave room for so many environments."""
+    """Return `num_envs`, halved until the sizes leave room for so many environments; a resumed run has its own."""
     num_envs = args.num_envs
     while args.resume is None and num_envs > 1 and size_problem(args, num_envs):
         num_envs //= 2
@@ -87,7 +115,8 @@ def size_problem(args: Any, num_envs: int) -> str | None:
     for name in replay_buffers(args):
         size = getattr(args, name)
         if size // num_envs * num_envs < needed:
-            return f"{flag(name)} is {size}; one environment and --n-step {args.n_step} need at least {needed}"
+            environments = "one environment" if num_envs == 1 else f"{num_envs} environments"
+            return f"{flag(name)} is {size}; {environments} and --n-step {args.n_step} need at least {needed}"
     if args.total_timesteps == 0 or args.resume is not None:  # a smaller number ends the training of a resumed run
         return None
     # Updates start at the first multiple of num_envs that reaches learning_starts and n_step + 1 steps per environment.
@@ -99,13 +128,13 @@ def size_problem(args: Any, num_envs: int) -> str | None:
     return None
 
 
-def check_memory(args: Any, device: Any, step_bytes: int, batches: int) -> None:
+def check_memory(args: Any, device: Any, step_bytes: int) -> None:
     """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside its batches."""
     available = available_memory(device)
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.
     transition_bytes = 2 * STACK * 84 * 84 * (1 + 4)
-    samples = batches * args.batch_size * transition_bytes
+    samples = BATCHES * args.batch_size * transition_bytes
     sizes = {"batch_size": samples}
     # The teacher's replay buffer and the student's never exist at once.
     for name in replay_buffers(args):

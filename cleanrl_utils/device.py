@@ -101,7 +101,9 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool, "torch.m
         # The host has little to compute, and more threads would compete with those of the emulators.
         torch.set_num_threads(1)
         device = torch.device("cuda")
-        with user_errors("the GPU can't compute", "add --no-cuda, or set CUDA_VISIBLE_DEVICES=, to compute on the CPU"):
+        with user_errors(
+            "the GPU can't compute", "add --no-cuda, or set CUDA_VISIBLE_DEVICES=, to compute on the CPU", Exception
+        ):
             torch.zeros(1, device=device).cos().item()  # fails if the GPU is busy, or too old for this build
         in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
         if not in_hardware:  # nor has it TF32, and float32 is slow with channels last
@@ -218,7 +220,7 @@ def set_up_jax(bf16: bool) -> Any:
     os.environ.setdefault("NPROC", str(available_cores()))  # XLA's threads on a CPU
     # On a CPU another thread would compute on the same cores, and the hand-over takes time.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu to compute on the CPU"):
+    with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu to compute on the CPU", Exception):
         device = jax.devices()[0]
     if device.platform == "cpu":
         if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -11,10 +12,9 @@ import numpy as np
 import tyro
 
 import cleanrl
-from cleanrl_utils.atari import AtariEnvs, Stream, parse_env_id
-from cleanrl_utils.device import set_up_jax, set_up_torch
-from cleanrl_utils.errors import UserError, one_line_errors, user_errors
-from cleanrl_utils.evaluation import Act, play_episodes
+from cleanrl_utils.atari import AtariEnvs, parse_env_id
+from cleanrl_utils.errors import UserError, one_line_errors, warn
+from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.hub import repository_name
 from cleanrl_utils.models import find_model
 from cleanrl_utils.tracking import VIDEOS
@@ -55,50 +55,21 @@ def choose_script(model_name: str) -> Path:
 
 
 def import_script(path: Path) -> ModuleType:
-    """Import a script that loads models."""
-    remedy = f"give another --script, such as {choose_script('')}"
-    # A script exits if its library is missing.
-    with user_errors(f"{path.as_posix()!r} cannot be imported", remedy, (Exception, SystemExit)):
-        spec = importlib.util.spec_from_file_location("script", path)
-        script = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(script)
-        script.load_model  # noqa: B018  a script that has none can't play
-    return script
+    """Import a QDagger script, from which a model is loaded; an error in an edited copy shows its traceback.
 
-
-def load_act(args: Args, num_actions: int, script: ModuleType, path: Path) -> tuple[Act, float]:
-    """Load a model with the functions of a script.
-
-    Returns:
-        The function that chooses actions, and the temperature at which it samples them: 0 if it takes the largest
-        Q-value.
+    Raises:
+        UserError: there is no such file, or it has no class ``Teacher``.
     """
-    model = path, num_actions, 1.0
-    if hasattr(script, "jax"):
-        network, params, temperature = script.load_model(*model, set_up_jax(bf16=True))
-        apply = script.jax.jit(network.apply)
-
-        def q_function(observation: np.ndarray) -> np.ndarray:
-            return np.asarray(apply(params, observation))
-
-    else:
-        torch = script.torch
-        device, bf16, memory_format = set_up_torch(cuda=True, bf16=True)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-        network, temperature = script.load_model(*model)
-        network.to(device, memory_format=memory_format)
-
-        @torch.inference_mode()
-        def q_function(observation: np.ndarray) -> np.ndarray:
-            with autocast:
-                return network(torch.as_tensor(observation, device=device)).cpu().numpy()
-
-    rng = np.random.default_rng((args.seed, Stream.EVALUATION_ACTIONS))  # as in the scripts' evaluations
-
-    def act(observation: np.ndarray) -> np.ndarray:
-        return script.epsilon_greedy(q_function(observation), args.epsilon, rng, temperature)
-
-    return act, temperature
+    remedy = f"give another --script, such as {choose_script('')}"
+    if not path.is_file():
+        raise UserError(f"there is no script {path.as_posix()!r}; {remedy}")
+    spec = importlib.util.spec_from_file_location("qdagger_script", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules["qdagger_script"] = script  # where dataclasses look up annotations that are strings
+    spec.loader.exec_module(script)
+    if not hasattr(script, "Teacher"):
+        raise UserError(f"{path.as_posix()!r} has no class Teacher, which loads a model; {remedy}")
+    return script
 
 
 def main(args: Args) -> np.ndarray:
@@ -112,15 +83,21 @@ def main(args: Args) -> np.ndarray:
     repo = args.hf_repository or repository_name(args)
     path = find_model(repo, args.exp_name)
     script = import_script(args.script or choose_script(f"{Path(repo).name} {path.name}"))
-    act, temperature = load_act(args, envs.num_actions, script, path)
+    hardware = script.choose_hardware(script.Args())
+    policy = script.Teacher(path, envs.num_actions, 1.0, hardware)
+    print(f"playing {args.eval_episodes} episodes of {args.env_id} with {path}", flush=True)
+
+    def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
+        return script.epsilon_greedy(policy.q_values(observation), args.epsilon, action_rng, policy.temperature)
+
     folder = path.absolute().parent.name if os.path.exists(os.path.expanduser(repo)) else repo.replace("/", "-")
     video_dir = VIDEOS / f"{folder}-{path.stem}" if args.capture_video else None
     returns = np.array(play_episodes("enjoy", act, args.eval_episodes, make_envs, args.seed, video_dir))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5
     print(f"standard error {error:.2f}, quartiles {np.quantile(returns, (0.25, 0.5, 0.75)).tolist()}")
-    if args.epsilon == temperature == sticky == 0:
+    if args.epsilon == policy.temperature == sticky == 0:
         found = f"{len(returns)} episodes have {len(set(returns.tolist()))} different returns"
-        print(f"WARNING: {found}: without random actions episodes repeat, and the standard error is too small")
+        warn(f"{found}: without random actions episodes repeat, and the standard error is too small")
     return returns
 
 

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from tqdm import tqdm
+
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 
 
@@ -48,12 +50,12 @@ def one_line_errors() -> Iterator[None]:
         setattr(sys, name, io.TextIOWrapper(output, encoding, errors="replace", line_buffering=True))
     print_traceback = threading.excepthook
 
-    def hide_unwritable(failed: threading.ExceptHookArgs) -> None:
+    def hide_failed_writes(failed: threading.ExceptHookArgs) -> None:
         # TensorBoard writes in a thread. The next call of its writer raises the error of the thread again.
-        if getattr(failed.exc_value, "errno", None) not in UNWRITABLE:
+        if not isinstance(failed.exc_value, OSError):
             print_traceback(failed)
 
-    threading.excepthook = hide_unwritable
+    threading.excepthook = hide_failed_writes
     try:
         yield
     except UserError as error:
@@ -71,14 +73,22 @@ def one_line_errors() -> Iterator[None]:
 
 
 @contextmanager
-def user_errors(what: str, remedy: str, kind: type[Exception] | tuple = Exception) -> Iterator[None]:
-    """Turn an exception of this kind into the :class:`UserError` "{what}: {exception}; {remedy}"."""
+def user_errors(what: str, remedy: str, kind: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
+    """Turn an exception of this kind into the :class:`UserError` "{what}: {exception}; {remedy}".
+
+    Name only kinds that a user can cause: a bug keeps its traceback.
+    """
     try:
         yield
     except UserError:
         raise
     except kind as error:
         raise UserError(f"{what}: {one_line(error)}; {remedy}") from error
+
+
+def warn(message: str) -> None:
+    """Print a warning to stderr, above a progress bar."""
+    tqdm.write(f"WARNING: {message}", file=sys.stderr)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """Files: written atomically, locked, and read from zip archives."""
 
 import os
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +10,7 @@ from typing import BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
-from cleanrl_utils.errors import UserError, one_line, user_errors
+from cleanrl_utils.errors import UserError, one_line, user_errors, warn
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ def lock_run(run_dir: Path) -> FileLock:
         raise UserError(f"--resume {run_dir}: this run is still running in another process; stop it first") from error
     except (OSError, NotImplementedError) as error:  # a file system without locks
         problem = f"{run_dir} can't be locked ({one_line(error)})"
-        print(f"WARNING: {problem}; resume it only while no other process runs it", file=sys.stderr)
+        warn(f"{problem}; resume it only while no other process runs it")
     return lock
 
 

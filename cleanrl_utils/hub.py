@@ -31,7 +31,7 @@ def check_upload_possible(args: Any) -> None:
         return
     if constants.HF_HUB_OFFLINE or hf.get_token() is None:
         raise UserError(NEEDS)
-    with user_errors("--upload-model has no valid repository", "change --hf-entity or --exp-name"):
+    with user_errors("--upload-model has no valid repository", "change --hf-entity or --exp-name", ValueError):
         utils.validate_repo_id(repository_name(args))
     try:
         role = hf.whoami(cache=True)["auth"]["accessToken"]["role"]
@@ -87,14 +87,14 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     )
     qdagger = script  # a QDagger script has DQN's network too
     if not hasattr(args, "teacher_policy_hf_repo"):
-        qdagger = f"qdagger_dqn_atari{'' if hasattr(args, 'cuda') else '_jax'}_impalacnn.py"
+        qdagger = f"qdagger_dqn_atari{'_jax' if '_jax' in script else ''}_impalacnn.py"
     game = shlex.join(game_flags(args))
     return f"""---
 {metadata.to_yaml()}
 ---
 # {args.exp_name} on {args.env_id}
 Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole episodes, unclipped rewards),
-with {versions(args)}.
+with {versions()}.
 To watch it play, and to use it as a teacher:
 ```bash
 python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game} --epsilon {args.end_e} \\

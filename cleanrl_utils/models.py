@@ -66,7 +66,7 @@ def find_model(repo: str, exp_name: str) -> Path:
         problem = f"there is no {missing!r}, and no model can be loaded from the hub repository {repo!r}"
     if not is_local and embedded.exists():
         remedy = f"give {embedded}, a teacher of this project"
-    with user_errors(problem, remedy):
+    with user_errors(problem, remedy, Exception):
         if not is_local:
             path = download_models(repo)
         if not path.is_file():
@@ -117,7 +117,9 @@ def read_model(
     remedy = "docs/teachers.md lists the agents that can teach"
     if path.suffix != ".zip":
         remedy += "; a network of your own is read by the script that saved it"
-    with user_errors(f"{path.as_posix()!r} is not a usable model", remedy):  # a damaged file can raise almost any
+    with user_errors(
+        f"{path.as_posix()!r} is not a usable model", remedy, Exception
+    ):  # a damaged file can raise almost any
         arrays = read_arrays(path)
         is_policy = False
         if shapes(arrays) not in [shapes(network) for network in networks.values()]:

@@ -1,32 +1,34 @@
-"""The logs of a run: its directory, TensorBoard and W&B, the progress bar."""
+"""The logs of a run: its directory, TensorBoard and W&B."""
 
+import base64
 import importlib.metadata
-import inspect
 import itertools
+import json
 import os
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from filelock import FileLock
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
-from tqdm import tqdm
 
-from cleanrl_utils.errors import shell_command, user_errors
-from cleanrl_utils.files import lock_run, retry
+from cleanrl_utils.errors import one_line, user_errors, warn
+from cleanrl_utils.files import retry
 
 VIDEOS = Path("videos")  # has a directory per run
+EVENT_FILES = "events.out.tfevents.*"
+FLUSH_SECONDS = 10
 
 
 def script_of(args: Any) -> Path:
-    """Return the script that was run: the file in which the class of these flags is defined."""
-    path = Path(inspect.getfile(type(args)))
+    """Return the script to which these flags belong, relative to the current folder if it is in it."""
+    path = Path(args.script).absolute()
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -37,10 +39,24 @@ def game_flags(args: Any) -> list[str]:
     return ["--env-id", args.env_id, *flags]
 
 
-def versions(args: Any) -> str:
+def versions() -> str:
     """Return the versions of the packages that decide results: ``ale-py 0.12.1, gymnasium 1.4.0, torch 2.13.0``."""
-    packages = ["ale-py", "gymnasium", "torch" if hasattr(args, "cuda") else "jax"]
-    return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    libraries = [name for name in ("torch", "jax") if name in sys.modules]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("ale-py", "gymnasium", *libraries))
+
+
+def commit_of(script: Path) -> str:
+    """Return the git commit of a script, "a1b2c3d" or "a1b2c3d, files changed"; "" without a repository or git."""
+
+    def git(*command: str) -> str:
+        command = ("git", "-C", str(script.absolute().parent), *command)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short", "HEAD")
+        return f"{commit}, files changed" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def make_run_dir(args: Any) -> Path:
@@ -56,99 +72,115 @@ def make_run_dir(args: Any) -> Path:
 
 
 class Writer:
-    """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
+    """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once.
 
-    def __init__(self, run_dir: Path, track: bool = False, lock: FileLock | None = None):
+    Events are kept until they are known to be on the disk. If a file can't be written, the run continues, and the next
+    flush writes them to another file.
+    """
+
+    def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self.track = track
-        self._lock = lock  # of the run directory, released with this object
         self._last_step = 0
-        # Accessed as an attribute of its module, where W&B replaces it to follow the files.
-        self._writer = event_file_writer.EventFileWriter(str(run_dir))
-        self.file = Path(self._writer._file_name)
+        self._pending: list[bytes] = []  # serialised events that are not known to be on the disk
+        self._written = 0  # bytes of the newest event file that are
+        self._last_flush = time.monotonic()
+        self._failing = False
+        self._open()
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Log a point of the curve ``tag``."""
-        self._add(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
+        self._last_step = max(self._last_step, step)
+        self._add(step, summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]))
 
     def add_flags(self, flags: dict[str, Any]) -> None:
         """Log flags as a Markdown table in the tab TEXT, as CleanRL does."""
         # A path may have bytes that are not UTF-8, which an event file can't hold.
         texts = {key: str(value).encode(errors="backslashreplace").decode() for key, value in flags.items()}
         rows = "\n".join(f"|{key}|{text}|" for key, text in texts.items())
-        self._add(text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"), 0)
+        self._add(0, summary=text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"))
 
-    def _add(self, summary: Summary, step: int) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._last_step = max(self._last_step, step)
+    def purge(self, step: int) -> None:
+        """Let TensorBoard forget points from ``step`` on. It heeds this if a new run did the same at its start."""
+        self._add(step, session_log=SessionLog(status=SessionLog.START))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Write all points to the disk; return the last step and the bytes of each event file of the run."""
-        self._writer.flush()
-        with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file that is open for writing
-            os.fsync(file.fileno())
-        sizes = {path.name: path.stat().st_size for path in self.run_dir.glob("events.out.tfevents.*")}
-        return {"last_step": self._last_step, "sizes": sizes}
+    def flush(self, durable: bool = False) -> None:
+        """Write all events to their file, if ``durable`` through to the disk; warn if this fails."""
+        self._last_flush = time.monotonic()
+        try:
+            if self._writer is None:
+                self._open()
+            for event in self._pending:
+                self._writer.add_event(Event.FromString(event))
+            self._writer.flush()
+            if durable:
+                with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file open for writing
+                    os.fsync(file.fileno())
+            self._written = self.file.stat().st_size
+            self._pending = []
+            self._failing = False
+        except Exception as error:  # whatever it is, a log does not decide how a run ends
+            if not self._failing:
+                warn(f"the log {self.file} can't be written ({one_line(error)}); the run continues and tries again")
+            self._failing = True
+            self._abandon()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Truncate the run's event files to their sizes in ``state``; one that is not in it becomes empty."""
+    def dump(self) -> bytes:
+        """Write all events to the disk; return the state, with the bytes of each event file of the run."""
+        self.flush(durable=True)
+        sizes = {path.name: path.stat().st_size for path in self.run_dir.glob(EVENT_FILES)}
+        if self._writer is not None:
+            sizes[self.file.name] = self._written
+        pending = [base64.b64encode(event).decode() for event in self._pending]
+        return json.dumps({"last_step": self._last_step, "sizes": sizes, "pending": pending}).encode()
+
+    def load(self, data: bytes) -> None:
+        """Truncate the run's event files to their sizes in a state; one that is not in it becomes empty."""
+        state = json.loads(data)
         self._last_step = state["last_step"]
-        for path in self.run_dir.glob("events.out.tfevents.*"):
+        for path in self.run_dir.glob(EVENT_FILES):
             size = state["sizes"].get(path.name, 0)
             if path != self.file and path.stat().st_size > size:
                 what = f"{path} can't be truncated"
                 with user_errors(what, "allow it, or close the program that has it open", OSError):
                     retry(lambda path=path, size=size: os.truncate(path, size))
         self.purge(self._last_step + 1)
+        self._pending += [base64.b64decode(event) for event in state["pending"]]
 
-    def purge(self, step: int) -> None:
-        """Let TensorBoard forget points from ``step`` on. It heeds this if a new run did the same at its start."""
-        start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=step, session_log=start))
+    def close(self) -> None:
+        """Write all events and close the file; warn if events are lost."""
+        self.flush()
+        if self._pending:
+            warn(f"{len(self._pending)} points of {self.run_dir} could not be written")
+        self._abandon()
 
-    def __enter__(self) -> "Writer":
-        return self
+    def _add(self, step: int, **content: Any) -> None:
+        self._pending.append(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+        if time.monotonic() - self._last_flush > FLUSH_SECONDS:
+            self.flush()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write all points, release the run directory and end the W&B run, without an exception with its videos."""
-        self._writer.close()
-        if self._lock is not None:
-            self._lock.release()
-        if self.track:
-            import wandb
+    def _open(self) -> None:
+        """Open a new event file, whose name sorts after all others of the run, also if the clock was put back."""
+        self._writer = None
+        newest = max((int(path.name.split(".")[3]) for path in self.run_dir.glob(EVENT_FILES)), default=0)
+        clock = event_file_writer.time
+        event_file_writer.time = SimpleNamespace(time=lambda: max(time.time(), newest + 1))  # names the file
+        try:
+            # Accessed as an attribute of its module, where W&B replaces it to follow the files.
+            self._writer = event_file_writer.EventFileWriter(str(self.run_dir))
+        finally:
+            event_file_writer.time = clock
+        self.file = Path(self._writer._file_name)
+        self._written = 0
 
-            videos = sorted((VIDEOS / self.run_dir.name).glob("*.mp4")) if kind is None else []
-            for video in videos:
-                wandb.run.log({f"videos/{video.stem}": wandb.Video(str(video), format="mp4")})
-            wandb.finish(exit_code=int(kind is not None))
-
-
-def start_logging(args: Any, **more: Any) -> tuple[Path, Writer]:
-    """Open a TensorBoard writer and, with ``--track``, W&B.
-
-    A new run gets a directory and logs its flags, with its command, the packages' versions and ``more``.
-
-    Returns:
-        The run directory and the writer.
-
-    Raises:
-        UserError: the run directory can't be made or written, another process runs it, or W&B can't start.
-    """
-    run_dir = make_run_dir(args) if args.resume is None else Path(args.resume)
-    lock = lock_run(run_dir)
-    try:
-        if args.track:
-            start_wandb(args, run_dir)
-        with user_errors(f"{run_dir} can't be written", "make room or allow it", OSError):
-            writer = Writer(run_dir, args.track, lock)
-    except BaseException:
-        lock.release()  # a notebook keeps the error, its traceback and so the lock
-        raise
-    if args.resume is None:
-        writer.purge(0)
-        command = shell_command(["python", *sys.argv])
-        writer.add_flags({**vars(args), "command": command, "versions": versions(args), **more})
-    return run_dir, writer
+    def _abandon(self) -> None:
+        """Close the file, and remove the bytes that are not known to be on the disk: their events are still pending."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.close()
+            self._writer = None
+            with suppress(OSError):
+                if self.file.stat().st_size > self._written:
+                    os.truncate(self.file, self._written)
 
 
 def start_wandb(args: Any, run_dir: Path) -> None:
@@ -156,31 +188,29 @@ def start_wandb(args: Any, run_dir: Path) -> None:
 
     A sweep chooses id, project and entity itself. Checkpoints then save these instead of the flags'.
     """
-    with user_errors("W&B can't start", "check --wandb-* and WANDB_*, run `wandb login`, or set WANDB_MODE=offline"):
+    remedy = "check --wandb-* and WANDB_*, run `wandb login`, or set WANDB_MODE=offline"
+    with user_errors("W&B can't start", remedy, ImportError):
         import wandb
 
-        id_file = run_dir / "wandb_id"
-        resumed = {"id": id_file.read_text().strip(), "resume": "allow"} if id_file.exists() else {}
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+    id_file = run_dir / "wandb_id"
+    resumed = {"id": id_file.read_text().strip(), "resume": "allow"} if id_file.exists() else {}
+    names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
+    with user_errors("W&B can't start", remedy, (wandb.Error, OSError, ValueError)):
         run = wandb.init(sync_tensorboard=True, save_code=True, config=vars(args), **names, **resumed)
-        id_file.write_text(run.id)
+    id_file.write_text(run.id)
     if not run.disabled:
         args.wandb_project_name = run.project
         args.wandb_entity = run.entity or None
 
 
-class ProgressBar(tqdm):
-    """A bar that iterates over the ``steps`` that are left of a phase, and counts them in their unit."""
+def finish_wandb(run_dir: Path, succeeded: bool) -> None:
+    """End the W&B run, with its videos if it succeeded; warn if W&B fails, which does not decide how a run ends."""
+    import wandb
 
-    def __init__(self, phase: str, steps: range, unit: str):
-        self.steps = steps
-        mininterval = 0.5 if sys.stderr.isatty() else 30  # a log file gets fewer lines
-        sizes = {"initial": steps.start, "total": steps.stop}
-        super().__init__(desc=phase, unit=unit, smoothing=0.05, mininterval=mininterval, **sizes)
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield the steps, and update the bar after each."""
-        for step in self.steps:
-            yield step
-            self.update(min(self.steps.step, self.steps.stop - step))
-        self.close()
+    try:
+        videos = sorted((VIDEOS / run_dir.name).glob("*.mp4")) if succeeded else []
+        for video in videos:
+            wandb.run.log({f"videos/{video.stem}": wandb.Video(str(video), format="mp4")})
+        wandb.finish(exit_code=int(not succeeded))
+    except Exception as error:
+        warn(f"W&B failed ({one_line(error)}); the run is in {run_dir}: `wandb sync` uploads what W&B saved locally")

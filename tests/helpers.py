@@ -171,24 +171,26 @@ def float64() -> Iterator[None]:
 
 
 def qdagger_losses(q_network: Any, target_network: Any, batch: Any, *coefficients: float) -> Any:
-    """Compute the losses of the PyTorch script with its own TD target; the coefficients are λ and the temperature."""
-    return qdagger.qdagger_loss(q_network, qdagger.td_target(target_network, batch), batch, *coefficients)
+    """Compute the losses of the PyTorch script; the coefficients are λ and the temperature."""
+    with torch.no_grad():
+        target_q_values = target_network(batch.bootstrap_observation)
+    return qdagger.qdagger_loss(q_network, target_q_values, batch, *coefficients)
 
 
 def dqn_losses(q_network: Any, target_network: Any, batch: Any) -> Any:
     """Compute the losses of DQN's PyTorch script in the same way."""
-    return dqn_atari.dqn_loss(q_network, dqn_atari.td_target(target_network, batch), batch)
+    with torch.no_grad():
+        target_q_values = target_network(batch.bootstrap_observation)
+    return dqn_atari.dqn_loss(q_network, target_q_values, batch)
 
 
 def qdagger_jax_losses(params: Any, target_params: Any, batch: Any, *coefficients: float, apply: Any) -> Any:
     """Compute loss and losses of the JAX script in the same way."""
-    q_network = SimpleNamespace(apply=apply)
-    y = qdagger_jax.td_target(target_params, q_network, batch)
-    return qdagger_jax.qdagger_loss(params, q_network, y, batch, *coefficients)
+    target_q_values = apply(target_params, batch.bootstrap_observation)
+    return qdagger_jax.qdagger_loss(params, SimpleNamespace(apply=apply), target_q_values, batch, *coefficients)
 
 
 def dqn_jax_losses(params: Any, target_params: Any, batch: Any, apply: Any) -> Any:
     """Compute loss and losses of DQN's JAX script in the same way."""
-    q_network = SimpleNamespace(apply=apply)
-    y = dqn_atari_jax.td_target(target_params, q_network, batch)
-    return dqn_atari_jax.dqn_loss(params, q_network, y, batch)
+    target_q_values = apply(target_params, batch.bootstrap_observation)
+    return dqn_atari_jax.dqn_loss(params, SimpleNamespace(apply=apply), target_q_values, batch)

@@ -1,0 +1,321 @@
+"""A run: its directory, logs, checkpoints, signals and progress bars; ``--resume``."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from cleanrl_utils.checkpoint import USE_THE_SAME, Checkpoints
+from cleanrl_utils.checks import DIVERGED, annotations
+from cleanrl_utils.errors import UserError, flag, shell_command, user_errors, warn
+from cleanrl_utils.evaluation import summarise
+from cleanrl_utils.files import lock_run
+from cleanrl_utils.hub import upload_model
+from cleanrl_utils.tracking import (
+    VIDEOS,
+    Writer,
+    commit_of,
+    finish_wandb,
+    make_run_dir,
+    script_of,
+    start_wandb,
+    versions,
+)
+
+T = TypeVar("T")
+# Windows lacks some of them, and has SIGBREAK for Ctrl-Break.
+SIGNALS = ("SIGTERM", "SIGINT", "SIGBREAK", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+LINE_SECONDS = 30  # between two lines about the progress in a log file
+
+
+def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
+    """Parse the command line; with ``--resume``, return the flags of the run.
+
+    Raises:
+        UserError: a flag differs from the run's, or the run can't be resumed.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    args = tyro.cli(args_class, args=argv)
+    if args.resume is None:
+        return args
+    run_dir = Path(args.resume)
+    if not run_dir.is_dir():
+        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
+    lock = lock_run(run_dir)  # a process that runs it changes its checkpoints
+    try:
+        state, _ = Checkpoints(run_dir).load(script_of(args).stem)
+    finally:
+        lock.release()
+    flags = state["flags"] | {"resume": None}
+    if flags.keys() != vars(args).keys():
+        raise UserError(f"--resume {run_dir}: this script has other flags than the run; {USE_THE_SAME}")
+    # Now every difference was given on the command line.
+    args = tyro.cli(args_class, default=args_class(**flags), args=argv)
+    may_change = {"resume", *annotations(args_class, str)}
+    for name, was in flags.items():
+        value = getattr(args, name)
+        if value != was and name not in may_change:
+            found = f"{flag(name)} is {value!r:.60} and {run_dir} uses {was!r:.60}"
+            raise UserError(f"{found}; leave out what changes it, or start a new run without --resume")
+    return args
+
+
+class Run:
+    """A run, new or resumed, in a ``with`` block: its directory, logs, checkpoints, signals and progress bars.
+
+    The block makes ``runs/{run_name}``, or restores the newest checkpoint of ``args.resume``. Inside it, a signal ends
+    the run after a checkpoint: at the next :meth:`save_if_due` or :meth:`exit_if_signalled`. With
+    `checkpoint_minutes` 0 there are neither checkpoints nor handlers of signals.
+
+    ``state`` is all that a checkpoint holds besides flags, logs and a replay buffer, by name: dataclasses of JSON
+    values, NumPy generators and objects with ``dump() -> bytes`` and ``load(bytes)``, all restored in place. Of a
+    ``Path``, a hash of the file is saved, and a resumed run needs the same file.
+    """
+
+    def __init__(self, args: Any, **state: Any):
+        self.args = args
+        self._phase_start = math.nan  # seconds
+        self._steps_made = 0  # of the phase since then, with the one that is being made
+        self._files = {name: part for name, part in state.items() if isinstance(part, Path)}
+        hashes = {name: hashlib.sha256(path.read_bytes()).digest() for name, path in self._files.items()}
+        self._state = state | hashes
+        self._last_save = time.monotonic()
+        self._signal: signal.Signals | None = None
+        self._status = ""
+
+    # ==================== begin and end ====================
+
+    def __enter__(self) -> "Run":
+        """Make or restore the run.
+
+        Raises:
+            UserError: the directory can't be made or written, another process runs it, W&B can't start, no checkpoint
+                can be read, or it does not fit.
+        """
+        args = self.args
+        with contextlib.ExitStack() as stack:
+            self.directory = make_run_dir(args) if args.resume is None else Path(args.resume)
+            self.video_dir = VIDEOS / self.directory.name if args.capture_video else None
+            stack.callback(lock_run(self.directory).release)
+            self._checkpoints = Checkpoints(self.directory)
+            if args.resume is not None:
+                checkpoint = self._checkpoints.load(script_of(args).stem)
+            if args.track:
+                start_wandb(args, self.directory)
+                stack.push(lambda kind, *_: finish_wandb(self.directory, succeeded=kind is None))
+            with user_errors(f"{self.directory} can't be written", "make room or allow it", OSError):
+                self._writer = Writer(self.directory)
+            stack.callback(self._writer.close)
+            if args.resume is None:
+                self._writer.purge(0)
+                command = shell_command(["python", *sys.argv])
+                origin = {"command": command, "versions": versions(), "commit": commit_of(script_of(args))}
+                files = {f"{name}_file": path for name, path in self._files.items()}
+                self._writer.add_flags({**vars(args), **origin, **files})
+                self.save()
+            else:
+                self._restore(*checkpoint)
+            self._handle_signals(stack)
+            self._on_exit = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Handle signals as before, write all points, end the W&B run and release the run directory."""
+        self._on_exit.__exit__(*error)
+
+    def finish(self, returns: dict[str, list[float]]) -> None:
+        """End a run that is complete: upload its model if asked, print its results, and delete the checkpoints.
+
+        Args:
+            returns: the episodic returns by the name of the evaluation.
+        """
+        if self.args.upload_model:
+            upload_model(self.args, self.directory, self.model_path(), returns["final"])
+        summarise(self.args, self.directory, returns)
+        (self.directory / "finished").touch()  # the benchmark runner reads it
+        shutil.rmtree(self.directory / "checkpoint", ignore_errors=True)
+
+    def model_path(self, suffix: str = "") -> Path:
+        """Return the path of a model of this run: ``{exp_name}{suffix}.cleanrl_model``."""
+        return self.directory / f"{self.args.exp_name}{suffix}.cleanrl_model"
+
+    # ==================== logs and progress ====================
+
+    def log(self, tag: str, value: Any, step: int) -> None:
+        """Log a point of the curve ``tag``; the value may be an array of PyTorch or JAX without axes.
+
+        Raises:
+            UserError: the value is NaN or infinite.
+        """
+        value = float(value)
+        if not math.isfinite(value):
+            raise UserError(DIVERGED)
+        self._writer.add_scalar(tag, value, step)
+
+    @property
+    def steps_per_second(self) -> float:
+        """The speed of the phase since it began in this process, with the step that is being made."""
+        return self._steps_made / max(time.perf_counter() - self._phase_start, 1e-9)
+
+    def show(self, status: str) -> None:
+        """Show a text beside the progress bar."""
+        self._status = status
+
+    def steps(self, phase: str, unit: str, steps: range) -> Iterator[int]:
+        """Iterate over the steps that are left of a phase with a progress bar or, in a log file, lines.
+
+        Args:
+            phase: the name of the phase.
+            unit: the unit of the steps.
+            steps: from the first step that is left to the end of the phase.
+        """
+        self._status = ""
+        self._phase_start = time.perf_counter()
+        last_line = self._phase_start
+        is_terminal = sys.stderr.isatty()
+        sizes = {"initial": steps.start, "total": steps.stop}
+        with tqdm(desc=phase, unit=unit, smoothing=0.05, mininterval=0.5, disable=not is_terminal, **sizes) as bar:
+            for step in steps:
+                done = min(step + steps.step, steps.stop)
+                self._steps_made = done - steps.start
+                yield step
+                bar.set_postfix_str(self._status, refresh=False)
+                bar.update(done - step)
+                now = time.perf_counter()
+                if not is_terminal and (now - last_line > LINE_SECONDS or done == steps.stop):
+                    last_line = now
+                    progress = f"{done:,} of {steps.stop:,} {unit}s"
+                    speed = f"{self.steps_per_second:.1f} {unit}s/s"
+                    print(", ".join(filter(None, [f"{phase}: {progress}", speed, self._status])), flush=True)
+
+    # ==================== checkpoints and signals ====================
+
+    def save(self, replay: Any = None) -> None:
+        """Write a checkpoint, unless `checkpoint_minutes` is 0.
+
+        Of ``replay`` only the steps since the last checkpoint are written. A call without it comes before another
+        replay buffer is saved.
+
+        Raises:
+            UserError: the disk is full, or the directory can't be written.
+        """
+        if self.args.checkpoint_minutes:
+            serialised = {name: dump(part) for name, part in self._state.items()}
+            serialised["log"] = self._writer.dump()
+            script = script_of(self.args)
+            state = {
+                "script": script.stem,
+                "code": hashlib.sha256(script.read_bytes()).hexdigest(),
+                "flags": dataclasses.asdict(self.args),
+                "versions": versions(),
+            }
+            what = f"a checkpoint can't be written to {self._checkpoints.directory}"
+            with user_errors(what, f"make room or allow it, then {self._how_to_resume()}", OSError):
+                self._checkpoints.save(state, serialised, replay)
+        self._last_save = time.monotonic()
+
+    def save_if_due(self, replay: Any = None) -> None:
+        """Save, if `checkpoint_minutes` are over or a signal came; after a signal, exit with 128 + its number."""
+        minutes = self.args.checkpoint_minutes
+        if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
+            self.save(replay)
+            self.exit_if_signalled()
+
+    def exit_if_signalled(self) -> None:
+        """Exit with 128 + its number if a signal came: for work that a resumed run repeats, such as an evaluation."""
+        if self._signal:
+            tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
+            sys.exit(128 + self._signal)
+
+    def restore_replay(self, replay: Any, step: int) -> None:
+        """Fill the replay buffer of a phase that is resumed; its episodes end, since emulators can't be restored.
+
+        Args:
+            replay: the empty replay buffer.
+            step: the step of the phase; at 0 the replay buffer stays empty.
+
+        Raises:
+            UserError: the checkpoint has no replay buffer that fits.
+        """
+        if step > 0:
+            self._checkpoints.load_replay(replay)
+
+    def _restore(self, state: dict[str, Any], serialised: dict[str, bytes]) -> None:
+        if state["versions"] != versions():
+            warn(f"the run used {state['versions']}, and now {versions()}: results can differ")
+        script = script_of(self.args)
+        if state["code"] != hashlib.sha256(script.read_bytes()).hexdigest():
+            warn(f"{script} was changed since the last checkpoint of this run, which continues with the changed code")
+        misfits = (ValueError, KeyError, RuntimeError)  # of PyTorch, flax and `load`
+        with user_errors(f"--resume {self.directory}: the checkpoint does not fit this script", USE_THE_SAME, misfits):
+            for name, part in self._state.items():
+                load(part, serialised[name])
+        self._writer.load(serialised["log"])
+        print(f"resuming {self.directory}", flush=True)
+
+    def _handle_signals(self, stack: contextlib.ExitStack) -> None:
+        """Note signals instead of ending at once, so that the run saves a checkpoint and exits."""
+        in_main_thread = threading.current_thread() is threading.main_thread()  # Python has no handlers in others
+        if self.args.checkpoint_minutes and in_main_thread:
+            for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
+                if signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                    stack.callback(signal.signal, number, signal.signal(number, self._on_signal))
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._signal is None:  # further signals are ignored: one may arrive while a checkpoint is written
+            self._signal = signal.Signals(number)
+            # tqdm and print are not reentrant, and the signal may have interrupted one of them.
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{self._signal.name}: stopping\n".encode())
+
+    def _how_to_resume(self) -> str:
+        if not self._checkpoints.exist:
+            return "start it again, as it has no checkpoint yet"
+        words = ["python", str(script_of(self.args)), "--resume", str(self.directory)]
+        return f"resume with: {shell_command(words)}"
+
+
+def dump(part: Any) -> bytes:
+    """Serialise the state of an object."""
+    if isinstance(part, bytes):
+        return part
+    if dataclasses.is_dataclass(part):
+        return json.dumps(dataclasses.asdict(part)).encode()
+    if isinstance(part, np.random.Generator):
+        return json.dumps(part.bit_generator.state).encode()
+    return part.dump()
+
+
+def load(part: Any, data: bytes) -> None:
+    """Restore the state that :func:`dump` serialised.
+
+    Raises:
+        UserError: a file is another one than at the start of the run.
+        ValueError: the state is that of another object.
+    """
+    if isinstance(part, bytes):
+        if part != data:
+            raise UserError("--resume: the teacher is another file than at the start; give that file or revision")
+    elif dataclasses.is_dataclass(part):
+        saved = json.loads(data)
+        if saved.keys() != vars(part).keys():
+            raise ValueError(f"its fields are {', '.join(saved)}")
+        vars(part).update(saved)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = json.loads(data)
+    else:
+        part.load(data)
