@@ -34,7 +34,7 @@ RANDOM = "charts/random/avg_episodic_return"
 EVENT_FILES = "events.out.tfevents*"
 # Flags in which the runs of a variant may differ.
 PER_RUN = (
-    "seed resume command commit teacher_file track capture_video save_model upload_model hf_entity wandb_entity "
+    "seed resume command teacher_file track capture_video save_model upload_model hf_entity wandb_entity "
     "wandb_project_name"
 )
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
@@ -42,8 +42,7 @@ GRID = 201  # points of a curve
 GAMES_PER_ROW = 4  # of a figure
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # of Okabe and Ito (2008), for all eyes
 LINES = (("-", "o"), ((0, (5, 1.5)), "s"), ((0, (1, 1)), "^"), ((0, (6, 1, 1, 1)), "D"))  # with markers
-# Publishers want no Type 3 fonts in a PDF. The salt makes the bytes of an SVG reproducible.
-STYLE = {"font.size": 12, "pdf.fonttype": 42, "svg.hashsalt": "report"}
+STYLE = {"font.size": 12, "pdf.fonttype": 42}  # TrueType, because publishers refuse Type 3
 
 
 @dataclass
@@ -233,27 +232,27 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     """Read the runs at and below ``paths``.
 
     Of runs with the same game, exp_name and seed, only one counts: a finished one, else the one with the most steps,
-    and the newest of those that are equal. Names of directories have the time of a clock that may have been behind.
+    and the newest of those that are equal. The time in a directory's name is that of a clock that may be behind.
     """
     links = [link for path in paths for link in path.glob("*") if link.is_symlink()]  # rglob does not enter them
     files = {file for root in (*paths, *links) for file in root.rglob(EVENT_FILES) if not file.is_symlink()}  # of W&B
-    ranked: dict[str, list[tuple[bool, int, str, Path, Run]]] = defaultdict(list)
+    ranked = []
     for directory in {file.parent.resolve() for file in files}:
         run = read_run(directory)
         if run is not None:
             finished = (directory / "finished").exists()
-            steps = run.offline_updates + run.online_steps
-            ranked[run.key].append((finished, steps, directory.name, directory, run))
-    if not ranked:
+            ranked.append((finished, run.offline_updates + run.online_steps, directory.name, directory, run))
+    runs: dict[str, tuple[Path, Run]] = {}
+    for *_, directory, run in sorted(ranked, reverse=True):
+        if run.key in runs:
+            found = f"{runs[run.key][0]} has the same game, exp_name and seed, and is finished, longer or newer"
+            print(f"warning: {directory} is left out; {found}", file=sys.stderr)
+        else:
+            runs[run.key] = (directory, run)
+    if not runs:
         raise UserError(f"no runs in {', '.join(map(str, paths))}; give run directories or one that contains some")
-    runs = []
-    for same in ranked.values():
-        *others, (*_, used, run) = sorted(same)
-        for *_, directory, _ in others:
-            print(f"warning: {directory} is left out; {used} has the same game, exp_name and seed", file=sys.stderr)
-        runs.append(run)
-    warn_of_differences(runs)
-    return sorted(runs)
+    warn_of_differences(run for _, run in runs.values())
+    return sorted(run for _, run in runs.values())
 
 
 def warn_of_differences(runs: Iterable[Run]) -> None:
@@ -433,7 +432,7 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
     from matplotlib.ticker import EngFormatter
 
     look = looks(runs)
-    entries = {name: Line2D([], [], **look[name]) for name in look}
+    levels = {}
     games = grouped(runs, "game")
     columns = min(len(games), GAMES_PER_ROW)
     rows = math.ceil(len(games) / columns)
@@ -449,7 +448,7 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
         for column, label, line in (("teacher_return", "teacher", "--"), ("random_return", "random policy", ":")):
             level = mean(known(group, column))
             if not math.isnan(level):
-                entries[label] = panel[0].axhline(level, color="black", linestyle=line, linewidth=1)
+                levels[label] = panel[0].axhline(level, color="black", linestyle=line, linewidth=1)
         for axis, label in zip(panel, ("return", "weight λ"), strict=False):
             axis.sharex(panel[-1])
             axis.tick_params(labelbottom=axis is panel[-1])
@@ -457,20 +456,21 @@ def draw_curves(figure: Any, runs: Sequence[Run]) -> None:
         panel[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.supxlabel("environment steps", fontsize="medium")
 
+    labels = [*look, *levels]
+    lines = [*(Line2D([], [], **style) for style in look.values()), *levels.values()]
     width = max(5, 2.35 * columns)
-    ncols = max(1, int(width / (0.7 + 0.09 * max(map(len, entries)))))
-    figure.set_size_inches(width, 0.7 + rows * (0.6 + 0.5 * sum(heights)) + 0.25 * math.ceil(len(entries) / ncols))
-    # The texts are set later, because some versions of matplotlib leave out labels that begin with an underscore.
-    legend = figure.legend(entries.values(), ["-"] * len(entries), loc="outside upper center", ncols=ncols)
-    legend.set_frame_on(False)
-    for text, name in zip(legend.get_texts(), entries, strict=True):
-        text.set_text(name)
+    ncols = max(1, int(width / (0.7 + 0.09 * max(map(len, "\n".join(labels).split("\n"))))))
+    figure.set_size_inches(width, 0.7 + rows * (0.6 + 0.5 * sum(heights)) + 0.25 * math.ceil(len(labels) / ncols))
+    legend = figure.legend(lines, ["-"] * len(lines), loc="outside upper center", ncols=ncols, frameon=False)
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_text(label)  # given to `legend`, matplotlib before 3.10 hides one that begins with an underscore
 
 
 def draw_iqm(figure: Any, runs: Sequence[Run]) -> None:
     """Draw the IQM of each variant, with its interval, as a row."""
     results = aggregates(runs)
     figure.set_size_inches(7, 1.2 + 0.35 * len(results))
+    figure.supxlabel("IQM of normalised returns: 0 = random policy, 1 = teacher", fontsize="medium")
     axis = figure.subplots()
     for row, (_, (middle, *bounds)) in enumerate(results.values()):
         axis.hlines(row, *bounds, color=COLORS[0], linewidth=6, alpha=0.4)
@@ -478,7 +478,6 @@ def draw_iqm(figure: Any, runs: Sequence[Run]) -> None:
     axis.set_yticks(range(len(results)), [*results])
     axis.set_ylim(len(results) - 0.5, -0.5)
     axis.grid(axis="x", alpha=0.5)
-    axis.set_xlabel("IQM of normalised returns: 0 = random policy, 1 = teacher")
 
 
 def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Sequence[Run]) -> None:
@@ -487,15 +486,13 @@ def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Se
         from matplotlib import rc_context, rcdefaults, rcParams
         from matplotlib.figure import Figure  # pyplot would start the user's backend
 
-    kind = path.suffix[1:]
-    dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}  # the same runs give the same bytes
     with rc_context(), atomic_write(path) as file:
         rcdefaults()
         rcParams.update(STYLE)
         figure = Figure(layout="constrained")
         draw(figure, runs)
         # A legend may be wider than the figure.
-        figure.savefig(file, format=kind, dpi=200, bbox_inches="tight", metadata=dates.get(kind))
+        figure.savefig(file, format=path.suffix[1:], dpi=200, bbox_inches="tight")
 
 
 @contextmanager
@@ -530,11 +527,14 @@ def write_data(runs: Sequence[Run], out: Path) -> None:
 
 def main(args: Args) -> None:
     runs, shown = choose(read_runs(args.paths), args.variants, args.labels)
-    print(table_of_variants(shown))
+    figures = {"curves": draw_curves}
+    if aggregates(shown):
+        print(table_of_variants(shown))
+        figures["iqm"] = draw_iqm
     print(table_of_games(shown), flush=True)
     with user_errors(f"can't write to {args.out}", "give another directory", OSError):
         write_data(runs, args.out)
-    for name, draw in (("curves", draw_curves), ("iqm", draw_iqm)):
+    for name, draw in figures.items():
         path = args.out / f"{name}.{args.format}"
         with warn_if_not_drawn(path):
             save_figure(path, draw, shown)
