@@ -362,8 +362,8 @@ def mean_return(returns: np.ndarray) -> str:
 
 def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
     """Format a Markdown table."""
-    lines = [head, " | ".join(["---"] * len(head.split(" | "))), *map(" | ".join, rows)]
-    return "".join(f"| {line} |\n" for line in lines)
+    lines = [f"| {head} |", "|" + "---|" * len(head.split(" | ")), *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join(lines) + "\n"
 
 
 def table_of_variants(runs: Sequence[Run]) -> str:
