@@ -116,16 +116,15 @@ def test_the_finished_the_longer_and_the_newer_run_of_a_seed_count(
     assert capsys.readouterr().err == f"warning: {paths[2 - used]} is left out; {found}\n"
 
 
-@pytest.mark.parametrize("zeros", [1, 300])
-def test_a_damaged_file_is_read_beyond_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture, zeros: int) -> None:
+@pytest.mark.parametrize("damage", [b"\xff", bytes(300)])
+def test_a_damaged_file_is_read_beyond_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture, damage: bytes) -> None:
     run = write_run(tmp_path, 1, {TRAINING: [(1000 + i, float(i)) for i in range(200)], EVALUATION: [(2000, 5.0)]})
     (path,) = run.iterdir()
-    data = bytearray(path.read_bytes())
-    data[5000 : 5000 + zeros] = b"\xff" if zeros == 1 else bytes(zeros)
-    path.write_bytes(data)
+    data = path.read_bytes()
+    start = data.index(TRAINING.encode(), 5000)
+    path.write_bytes(data[:start] + damage + data[start + len(damage) :])
     curves, _ = report.read_events(run)
-    lost = 200 - len(curves[TRAINING])
-    assert 0 < lost < 3 + zeros / 40
+    assert 0 < 200 - len(curves[TRAINING]) <= 1 + len(damage) / 40
     assert (curves[TRAINING][-1, 1], len(curves[EVALUATION])) == (199, 1)
     warned = rf"warning: {re.escape(str(path))} is damaged; \d+ of its {len(data):,} bytes can't be read\n"
     assert re.fullmatch(warned, capsys.readouterr().err)
