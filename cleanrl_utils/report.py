@@ -109,7 +109,8 @@ def read_records(path: Path) -> list[bytes]:
 
     data = path.read_bytes()
     records = []
-    start = lost = 0
+    lost = 0
+    start = 0
     while start + 12 <= len(data):
         length, checksum = struct.unpack_from("<QI", data, start)
         end = start + 12 + length
@@ -237,7 +238,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     links = [link for path in paths for link in path.glob("*") if link.is_symlink()]  # rglob does not enter them
     files = {file for root in (*paths, *links) for file in root.rglob(EVENT_FILES) if not file.is_symlink()}  # of W&B
     ranked = []
-    for directory in {file.parent.resolve() for file in files}:
+    for directory in sorted({file.parent.resolve() for file in files}):
         run = read_run(directory)
         if run is not None:
             finished = (directory / "finished").exists()
@@ -368,14 +369,10 @@ def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
 
 def table_of_variants(runs: Sequence[Run]) -> str:
     """Format a table with a row per exp_name: the IQM over games and seeds of normalised returns."""
-    head = "variant | games | runs | IQM [95 % interval], random policy = 0, teacher = 1"
-    return markdown(
-        head,
-        [
-            (exp_name, str(len(returns)), str(sum(map(len, returns))), text_of(middle, 2))
-            for exp_name, (returns, middle) in aggregates(runs).items()
-        ],
-    )
+    rows = []
+    for exp_name, (returns, middle) in aggregates(runs).items():
+        rows.append([exp_name, str(len(returns)), str(sum(map(len, returns))), text_of(middle, 2)])
+    return markdown("variant | games | runs | IQM [95 % interval], random policy = 0, teacher = 1", rows)
 
 
 def table_of_games(runs: Iterable[Run]) -> str:
@@ -395,12 +392,11 @@ def table_of_games(runs: Iterable[Run]) -> str:
 
 def looks(runs: Iterable[Run]) -> dict[str, dict[str, Any]]:
     """Return color, line and marker of each exp_name. No two are alike."""
-    styles = [(*style, color) for style in LINES for color in COLORS]
+    styles = [{"linestyle": line, "marker": marker, "color": color} for line, marker in LINES for color in COLORS]
     names = grouped(runs, "exp_name")
     if len(names) > len(styles):
         raise UserError(f"{len(names)} variants are too many for a figure; give at most {len(styles)} as --variants")
-    keys = ("linestyle", "marker", "color")
-    return {name: dict(zip(keys, style, strict=True)) for name, style in zip(names, styles, strict=False)}
+    return dict(zip(names, styles, strict=False))
 
 
 def draw_variant(axes: Sequence[Any], runs: Sequence[Run], look: dict[str, Any]) -> None:
@@ -497,7 +493,7 @@ def save_figure(path: Path, draw: Callable[[Any, Sequence[Run]], None], runs: Se
 
 @contextmanager
 def warn_if_not_drawn(path: Path) -> Iterator[None]:
-    """Turn a failure into a warning, because a figure is the last and the least of what is reported."""
+    """Turn a failure to draw into a warning, because tables and data are complete without the figure."""
     try:
         yield
     except Exception as error:
