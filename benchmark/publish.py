@@ -1,14 +1,15 @@
-"""Add runs to the published results, and draw the figures of docs/results.md.
+"""Add runs to the published results; write the tables of README and docs/results.md and draw the figures.
 
-    python benchmark/publish.py         # draw the figures of benchmark/results.csv
+    python benchmark/publish.py         # write and draw what is in benchmark/results.csv
     python benchmark/publish.py runs    # first add the runs of a directory; they replace those with the same seed
     python benchmark/publish.py runs --exp-name qdagger-2.5M    # under another name
 
-A run may be added while it runs, and again later. It prints the table of all variants. In table and figures, a variant
-has the label below instead of its `--exp-name`.
+A run may be added while it runs, and again later. In tables and figures, a variant has the label below instead of its
+`--exp-name`. The tables are between ``<!-- publish.py: NAME -->`` and ``<!-- end -->``; a NAME is a key of `tables`.
 """
 
 import csv
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +18,27 @@ from typing import Any
 import numpy as np
 import tyro
 
-from cleanrl_utils.report import COLORS, COLUMNS, Run, draw_curves, grouped, read_runs, save_figure, table
+from cleanrl_utils.report import (
+    COLORS,
+    COLUMNS,
+    Run,
+    aggregates,
+    draw_curves,
+    grouped,
+    known,
+    markdown,
+    mean_return,
+    normalised_returns,
+    read_runs,
+    save_figure,
+    text_of,
+)
 from cleanrl_utils.report import write_data as write_results
 
 BENCHMARK = Path(__file__).resolve().parent
 ASSETS = BENCHMARK.parent / "docs/assets"
+PAGES = (BENCHMARK.parent / "README.md", BENCHMARK.parent / "docs/results.md")
+GAMES = ("BeamRider", "Breakout", "Pong")
 QDAGGER = "QDagger (50,000 steps)"
 QDAGGER_LEGEND = "QDagger, 100,000 steps\n(BeamRider: 150,000)"
 FROM_SCRATCH = "from scratch (58,000 steps)"
@@ -31,6 +48,13 @@ LONGER = {
     "Pong": "100,000 steps, final lr 1e-5",
 }
 LONGEST = "1,000,000 steps, ended early"
+# https://docs.cleanrl.dev/rl-algorithms: DQN as teacher and QDagger in PyTorch and JAX, 10 million steps each; and the
+# paper's students after 2.5 million steps.
+OTHERS = {
+    "BeamRider": ("6,673", "9,285", "8,025", "6,514"),
+    "Breakout": ("366.9", "295.55", "335.08", "275.15"),
+    "Pong": ("20.25", "19.72", "18.75", "not published"),
+}
 FULL_SIZE = "2,500,000 steps"
 LABELS = {
     "qdagger-2.5M": FULL_SIZE,
@@ -86,15 +110,87 @@ def labelled(runs: Sequence[Run]) -> list[Run]:
     return [replace(run, exp_name=LABELS.get(run.exp_name, run.exp_name)) for run in runs]
 
 
-def normalised_returns(runs: Sequence[Run]) -> np.ndarray:
-    """Return the final returns of runs of a game, where 0 is the random policy and 1 the teacher.
+def longer(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of the variants of LONGER as one variant."""
+    return [replace(run, exp_name="longer") for run in runs if run.exp_name == LONGER.get(run.game)]
 
-    These are the means of the returns that the runs measured, because an evaluation of 30 episodes is noisy.
-    """
-    final = np.array([run.final_return for run in runs])
-    random = np.mean([run.random_return for run in runs])
-    teacher = np.mean([run.teacher_return for run in runs])
-    return (final - random) / (teacher - random)
+
+def row_of(runs: Sequence[Run], column: str = "final_return") -> list[str]:
+    """Format the mean of a column over the seeds of a variant in each game."""
+    return [mean_return(known([run for run in runs if run.game == game], column)) for game in GAMES]
+
+
+def table_of_variants(runs: Sequence[Run]) -> str:
+    """Format the table of all variants: first those in all games, then by IQM."""
+    after_offline = [
+        replace(run, exp_name="longer, after the offline phase", final_return=run.offline_return)
+        for run in longer(runs)
+    ]
+    runs = [*longer(runs), *after_offline, *runs]
+    variants = grouped(runs, "exp_name")
+    results = aggregates(runs)
+    rows = []
+    for name in sorted(results, key=lambda name: (-len(results[name][0]), -results[name][1][0])):
+        returns, middle = results[name]
+        rows.append([name, *row_of(variants[name]), str(sum(map(len, returns))), text_of(middle, 2)])
+    base = variants[QDAGGER]
+    levels = [["teacher", *row_of(base, "teacher_return"), "", "1"]]
+    levels.append(["random policy", *row_of(base, "random_return"), "", "0"])
+    return markdown(f"Variant | {' | '.join(GAMES)} | Runs | IQM", levels + rows)
+
+
+def table_of_readme(runs: Sequence[Run]) -> str:
+    """Format the table of the README: a row per game."""
+    variants = grouped(runs, "exp_name")
+    columns = [row_of(variants[QDAGGER], "teacher_return")]
+    columns += [row_of(of_variant) for of_variant in (variants[FROM_SCRATCH], variants[QDAGGER], longer(runs))]
+    head = "Game | Teacher | From scratch, 58,000 steps | QDagger, 50,000 steps | Longer"
+    return markdown(head, zip(GAMES, *columns, strict=True))
+
+
+def table_of_others(runs: Sequence[Run]) -> str:
+    """Format a table with the best variant in each game, beside the published results of others."""
+    rows = []
+    for game in GAMES:
+        variants = grouped([run for run in runs if run.game == game], "exp_name")
+        best = variants[max(variants, key=lambda name: known(variants[name], "final_return").mean())]
+        steps = " or ".join(dict.fromkeys(f"{run.online_steps:,}" for run in best))
+        ours = (mean_return(known(best, column)) for column in ("teacher_return", "final_return"))
+        rows.append([game, *ours, steps, *OTHERS[game]])
+    head = "Game | Embedded teacher | Best student | Its steps | CleanRL's teacher | CleanRL's student, PyTorch"
+    return markdown(f"{head} | JAX | Paper's student", rows)
+
+
+def table_of_full_size(runs: Sequence[Run]) -> str:
+    """Format a table with the evaluations of the runs of 2,500,000 steps."""
+    games = grouped([run for run in runs if run.exp_name == FULL_SIZE], "game")
+    rows = []
+    for step in sorted({step for of_game in games.values() for run in of_game for step in run.evaluations}):
+        found = ([run.evaluations[step] for run in of_game if step in run.evaluations] for of_game in games.values())
+        rows.append([f"{step:,}", *(mean_return(np.array(returns)) for returns in found)])
+    return markdown(f"Online steps | {' | '.join(games)}", rows)
+
+
+def tables(runs: Sequence[Run]) -> dict[str, str]:
+    """Return the text of each marked part of the pages."""
+    missing = [sum(not getattr(run, column) for run in runs) for column in ("versions", "commit")]
+    found = "{} of {} rows have no `versions`, and {} no `commit`: their runs are older than these columns.\n"
+    return {
+        "variants": table_of_variants(runs),
+        "readme": table_of_readme(runs),
+        "others": table_of_others(runs),
+        "full size": table_of_full_size(runs),
+        "older rows": found.format(missing[0], len(runs), missing[1]),
+    }
+
+
+def write_tables(page: Path, runs: Sequence[Run]) -> None:
+    """Replace the marked parts of a page."""
+    text = page.read_text(encoding="utf-8")
+    for name, content in tables(runs).items():
+        part = re.compile(rf"(<!-- publish\.py: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = part.sub(lambda match, content=content: f"{match[1]}\n{content}\n{match[2]}", text)
+    page.write_text(text, encoding="utf-8", newline="\n")
 
 
 def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
@@ -104,7 +200,7 @@ def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
     figure.set_size_inches(7, 1.5 + 0.27 * sum(heights))
     axes = figure.subplots(len(games), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     for axis, (game, of_game) in zip(axes, games.items(), strict=True):
-        variants = {name: normalised_returns(group) for name, group in grouped(of_game, "exp_name").items()}
+        variants = {name: normalised_returns(group, of_game) for name, group in grouped(of_game, "exp_name").items()}
         names = sorted(variants, key=lambda name: np.mean(variants[name]))
         for row, name in enumerate(names):
             axis.plot(variants[name], [row] * len(variants[name]), "o", color=COLORS[0], alpha=0.6)
@@ -119,11 +215,11 @@ def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
 
 def figures(runs: Sequence[Run]) -> dict[str, tuple[Callable[[Any, Sequence[Run]], None], list[Run]]]:
     """Return function and runs of each figure in docs/assets."""
-    longer = [replace(run, exp_name=QDAGGER_LEGEND) for run in runs if run.exp_name == LONGER.get(run.game)]
+    qdagger = [replace(run, exp_name=QDAGGER_LEGEND) for run in longer(runs)]
     scratch = [replace(run, exp_name="from scratch, 58,000 steps") for run in runs if run.exp_name == FROM_SCRATCH]
     full_size = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == FULL_SIZE]
     return {
-        "results": (draw_curves, sorted(longer + scratch)),
+        "results": (draw_curves, sorted(qdagger + scratch)),
         "variants": (draw_variants, [run for run in runs if run.exp_name != FULL_SIZE]),
         "long": (draw_curves, full_size),
     }
@@ -136,12 +232,10 @@ def main(args: Args) -> None:
         runs[added.key] = added
     write_results(sorted(runs.values()), BENCHMARK)
     published = labelled(read_results())  # rounded, as in results.csv
+    for page in PAGES:
+        write_tables(page, published)
     for name, (draw, shown) in figures(published).items():
         save_figure(ASSETS / f"{name}.png", draw, shown)
-    print(table(published))
-    for run in published:
-        if run.exp_name == FULL_SIZE:
-            print(*(f"| {steps:,} | {mean:,.1f} |" for steps, mean in run.evaluations.items()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -72,8 +73,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def prose(page: Path) -> str:
-    """Return the text of a page without code blocks."""
-    return re.sub(r"^ *```.*?^ *```", "", read(page), flags=re.DOTALL | re.MULTILINE)
+    """Return the text of a page without code blocks and comments."""
+    return re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def tags_of(script: Path) -> set[str]:
@@ -195,60 +196,18 @@ def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.Captu
     assert printed.strip().split("\n\n")[0] == table.strip()
 
 
-def test_results_are_those_of_the_csv() -> None:
-    """The tables and the numbers of the findings come from benchmark/results.csv."""
+@pytest.mark.parametrize("page", publish.PAGES, ids=lambda page: page.name)
+def test_tables_of_results_are_those_of_the_csv(page: Path, tmp_path: Path) -> None:
+    """Each marked part of a page is what benchmark/publish.py writes there."""
     runs = publish.labelled(publish.read_results())
-    games = ["BeamRider", "Breakout", "Pong"]
-    groups = report.grouped(runs, "game", "exp_name")
-    base = publish.QDAGGER
-    scratch = publish.FROM_SCRATCH
-    for game in games:
-        groups[game, "longer"] = groups[game, publish.LONGER[game]]
+    assert {*re.findall(r"<!-- publish\.py: (.*) -->", read(page))} <= publish.tables(runs).keys()
+    copy = Path(shutil.copy(page, tmp_path))
+    publish.write_tables(copy, runs)
+    assert read(copy) == read(page)
 
-    def column(game: str, variant: str, name: str = "final_return") -> np.ndarray:
-        return np.array([getattr(run, name) for run in groups[game, variant]])
 
-    def spread(*of_column: str) -> str:
-        return report.spread(column(*of_column))
-
-    special = {"teacher": (base, "teacher_return"), "after the offline phase": ("longer", "offline_return")}
-    table = {name: cells for name, *cells in rows(section(DOCS / "results.md", "Variants"))}
-    assert table == {name: [spread(game, *special.get(name, [name])) for game in games] for name in table}
-    of_readme = [table[name] for name in ("teacher", scratch, base, "longer")]
-    assert rows(section(README, "Results")) == [list(row) for row in zip(games, *of_readme, strict=True)]
-
-    way = {key: 100 * publish.normalised_returns(group) for key, group in groups.items()}
-    without_loss = np.concatenate([way[key] for key in way if key[1].startswith("no dist")])
-    from_scratch = np.concatenate([way[key] for key in way if key[1] == scratch])
-    pong = [key for key in groups if key[0] == "Pong" and not key[1].startswith(("no dist", "from"))]
-    means, ranges = ([f(column(*key)) for key in pong] for f in (np.mean, np.ptp))
-    columns_of_long = ("final_return", "final_standard_error", "teacher_return")
-    of_long = [column("Breakout", publish.LONGEST, name) for name in columns_of_long]
-    numbers = {
-        *(f"{column(game, 'longer').min():,.1f}" for game in games),
-        *(f"{column(game, 'longer', 'final_standard_error').max():.1f}" for game in games[:2]),
-        *(f"{max(ways):.0f} %" for ways in (without_loss, from_scratch)),
-        *(f"{len(ways)} runs" for ways in (without_loss, from_scratch)),
-        f"{int(min(way[key].min() for key in pong))} %",
-        *("0 %", "100 %"),  # random policy and teacher
-        *(f"{value:.1f}" for value in (min(means), max(means), max(ranges))),
-        *(spread("Breakout", variant) for variant in ("λ never rises again", "target net: 100 steps", base)),
-        *(f"{column('BeamRider', f'100,000 steps{x}').min():,.1f}" for x in ("", ", final lr 1e-5")),
-        *(spread("Breakout", "PPO as teacher", name) for name in ("teacher_return", "final_return")),
-        *(spread("Breakout", "make demo (10,000 steps)", name) for name in ("teacher_return", "final_return")),
-        f"{column('Breakout', 'PPO as teacher, JAX')[0]:.1f}",
-        *(f"{value:.1f}" for value in np.concatenate(of_long)),
-    }
-    findings = section(DOCS / "results.md", "Findings")
-    assert set(re.findall(r"-?[\d,]+\.\d+(?: ± [\d.]*\d)?|\d+ (?:%|runs)", findings)) == numbers
-
-    (run,) = groups["Breakout", publish.FULL_SIZE]
-    evaluations = {f"{steps:,}": f"{mean:,.1f}" for steps, mean in run.evaluations.items()}
-    full_size = section(DOCS / "results.md", "2,500,000 steps")
-    assert {steps: text.split(" ")[0] for steps, text in rows(full_size)} == evaluations  # without the standard error
-    assert f"| {run.online_steps:,} | {run.final_return:.1f} ± {run.final_standard_error:.1f} |" in full_size
-    late = run.curves[0][np.linspace(0, run.online_steps, report.GRID) >= 1_000_000]
-    assert f"between {late.min():.1f} and {late.max():.1f}." in full_size
+def test_the_full_size_in_the_readme_is_that_of_the_csv() -> None:
+    (run,) = (run for run in publish.read_results() if (run.game, run.exp_name) == ("Breakout", "qdagger-2.5M"))
     sentences = f"has a return of {run.final_return:.1f}. The teacher has {run.teacher_return:.1f} in this run."
     assert sentences in section(README, "Results")
 
@@ -297,7 +256,7 @@ def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
         assert axis.get_title() == game
         expected = {}
         for name, of_variant in report.grouped(publish.labelled(group), "exp_name").items():
-            expected[name] = sorted(publish.normalised_returns(of_variant))
+            expected[name] = sorted(report.normalised_returns(of_variant, group))
         names = [label.get_text() for label in axis.get_yticklabels()]
         drawn = {}
         for line in axis.get_lines():

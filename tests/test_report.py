@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -24,9 +25,11 @@ PONG = "PongNoFrameskip-v4"
 Points = dict[str, list[tuple[int, float]]]
 
 
-def write_events(directory: Path, points: Points, flags: dict | None = None) -> Path:
-    """Write scalars and flags to a new event file; return the directory."""
+def write_events(directory: Path, points: Points, flags: dict | None = None, first_step: int | None = None) -> Path:
+    """Write scalars and flags to a new event file, of a run that starts at ``first_step``; return the directory."""
     with Writer(directory) as writer:
+        if first_step is not None:
+            writer.purge(first_step)
         if flags is not None:
             writer.add_flags(flags)
         for tag, values in points.items():
@@ -39,7 +42,7 @@ def write_run(root: Path, seed: int, points: Points, env_id: str = PONG, script:
     """Write a run of 1,000 offline updates and 20,000 online steps, unless ``flags`` say otherwise."""
     flags = {"offline_steps": 1000, "total_timesteps": 20000} | flags
     flags |= {"env_id": env_id, "exp_name": script, "seed": seed}
-    return write_events(root / f"{env_id}__{script}__{seed}__{1700000000 + seed}", points, flags)
+    return write_events(root / f"{env_id}__{script}__{seed}__{1700000000 + seed}", points, flags, 0)
 
 
 def random_points(rng: np.random.Generator, level: float, last: int = 21000) -> Points:
@@ -80,23 +83,51 @@ def test_runs_of_other_scripts_are_read(tmp_path: Path) -> None:
     assert (run.teacher_return, run.offline_return, run.final_return) == (19.5, 12.25, -0.75)
 
 
-def test_all_files_of_a_resumed_run_are_read(tmp_path: Path) -> None:
-    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0), (1600, 6.0)]}, total_timesteps=1500)
+@pytest.mark.parametrize("resumed_in", [1600000000, 1800000000])
+def test_all_files_of_a_resumed_run_are_read(tmp_path: Path, resumed_in: int) -> None:
+    """In the order of their first steps, also if the clock was behind when it was resumed."""
+    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0), (1600, 6.0), (2600, 9.0)]}, total_timesteps=1500)
     (first,) = run.iterdir()
     first.rename(run / "events.out.tfevents.1700000000.host")
-    write_events(run, {TRAINING: [(2500, 2.0)], EVALUATION: [(0, 5.0), (1, 7.0)]})
+    write_events(run, {TRAINING: [(2500, 2.0)], EVALUATION: [(0, 5.0), (1, 7.0)]}, first_step=2001)
+    (second,) = set(run.iterdir()) - {run / "events.out.tfevents.1700000000.host"}
+    second.rename(run / f"events.out.tfevents.{resumed_in}.host")
     (result,) = read_runs([run])
     assert (*result.curves[0, [100, 200]], result.final_return, result.final_standard_error) == (3.5, 3, 6, 1)
 
 
-def test_the_newest_run_of_a_seed_counts(tmp_path: Path, capsys) -> None:
-    """Also where it is in a directory that is read first."""
-    for number, root in ((1, "b"), (2, "a")):
-        path = write_run(tmp_path / root, 12, {EVALUATION: [(0, number)]})
-        path = path.rename(path.with_name(f"{path.name}{number}"))
+@pytest.mark.parametrize(
+    ("first", "second", "used"),
+    [((True, 900), (False, 20000), 1), ((False, 9000), (False, 2000), 1), ((False, 2000), (False, 2000), 2)],
+)
+def test_the_finished_the_longer_and_the_newer_run_of_a_seed_count(
+    tmp_path: Path, capsys, first: tuple, second: tuple, used: int
+) -> None:
+    """In this order, since the time in the name of a directory is that of any clock."""
+    paths = []
+    for number, root, (finished, steps) in ((1, "b", first), (2, "a", second)):
+        path = write_run(tmp_path / root, 12, {EVALUATION: [(0, number)], TRAINING: [(1000 + steps, 0.0)]})
+        if finished:
+            (path / "finished").touch()
+        paths.append(path.rename(path.with_name(f"{path.name}{number}")))
     (run,) = read_runs([tmp_path])
-    assert run.final_return == 2
-    assert f"warning: {path} replaces a run " in capsys.readouterr().err
+    assert run.final_return == used
+    found = f"{paths[used - 1]} has the same game, exp_name and seed, and is finished, longer or newer"
+    assert capsys.readouterr().err == f"warning: {paths[2 - used]} is left out; {found}\n"
+
+
+@pytest.mark.parametrize("damage", [b"\xff", bytes(300)])
+def test_a_damaged_file_is_read_beyond_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture, damage: bytes) -> None:
+    run = write_run(tmp_path, 1, {TRAINING: [(1000 + i, float(i)) for i in range(200)], EVALUATION: [(2000, 5.0)]})
+    (path,) = run.iterdir()
+    data = path.read_bytes()
+    start = data.index(TRAINING.encode(), 5000)
+    path.write_bytes(data[:start] + damage + data[start + len(damage) :])
+    curves, _ = report.read_events(run)
+    assert 0 < 200 - len(curves[TRAINING]) <= 1 + len(damage) / 40
+    assert (curves[TRAINING][-1, 1], len(curves[EVALUATION])) == (199, 1)
+    warned = rf"warning: {re.escape(str(path))} is damaged; \d+ of its {len(data):,} bytes can't be read\n"
+    assert re.fullmatch(warned, capsys.readouterr().err)
 
 
 def test_an_unfinished_run_has_the_results_of_its_newest_evaluation(tmp_path: Path) -> None:
@@ -153,20 +184,21 @@ def test_runs_of_one_name_that_differ_are_named(tmp_path: Path, capsys: pytest.C
 def test_seeds_without_a_return_are_not_counted(tmp_path: Path) -> None:
     write_run(tmp_path, 1, {EVALUATION: [(0, 2.0), (1, 4.0)], TRAINING: [(21000, 1.0)]})
     write_run(tmp_path, 2, {"losses/loss": [(1200, 1.0)]})
-    line = report.table(read_runs([tmp_path])).splitlines()[2]
+    line = report.table_of_games(read_runs([tmp_path])).splitlines()[2]
     assert line.startswith("| Pong | qdagger | 1 of 2 | 20,000 | 3.0 | 2 evaluation episodes |")
 
 
-def test_results_name_the_versions_of_packages(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs", 1, {EVALUATION: [(0, 1.0)]}, versions="gymnasium 1.4.0")
+def test_results_name_versions_and_commit(tmp_path: Path) -> None:
+    flags = {"versions": "gymnasium 1.4.0", "commit": "abc1234, files changed"}
+    write_run(tmp_path / "runs", 1, {EVALUATION: [(0, 1.0)]}, **flags)
     report.write_data(read_runs([tmp_path / "runs"]), tmp_path)
     with (tmp_path / "results.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
-    assert row["versions"] == "gymnasium 1.4.0"
+    assert {name: row[name] for name in flags} == flags
 
 
-def test_a_file_is_read_up_to_an_incomplete_record(tmp_path: Path) -> None:
-    """A killed run leaves one."""
+def test_a_file_is_read_up_to_an_incomplete_record(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A killed run leaves one, which is no damage."""
     run = write_events(tmp_path / "run", {TRAINING: [(1000 + i, float(i)) for i in range(100)]})
     (path,) = run.iterdir()
     path = path.rename(run / "events.out.tfevents.1700000000.host")
@@ -174,6 +206,7 @@ def test_a_file_is_read_up_to_an_incomplete_record(tmp_path: Path) -> None:
     write_events(run, {TRAINING: [(9000, -1.0)]})
     curves, _ = report.read_events(run)
     assert [*curves[TRAINING][:, 1]] == [*range(99), -1]
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("flags", [None, {"env_id": PONG, "exp_name": "qdagger"}])
@@ -199,6 +232,8 @@ def test_links_of_wandb_are_not_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["missing"], "no runs in missing"),
         (["good", "--out", "file"], "can't write to file"),
+        (["good", "--variants", "x", "y"], "no runs of y; give --variants of x"),
+        (["good", "--labels", "a", "b"], "2 --labels for x"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch, capsys, arguments, message) -> None:
@@ -208,66 +243,160 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch, caps
     with pytest.raises(SystemExit) as stop, one_line_errors():
         report.main(report.tyro.cli(report.Args, args=arguments))
     assert stop.value.code == 2
-    assert re.fullmatch(f"error: {message}.*; give .*\n", capsys.readouterr().err)
+    assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)
 
 
 def test_the_table_has_the_values_of_the_runs(runs) -> None:
+    """The interval of the mean of three seeds is their range: all seeds are the lowest in 1/27 > 2.5 % of resamples."""
     root, written = runs
-    lines = report.table(read_runs([root])).splitlines()[2:]
+    lines = report.table_of_games(read_runs([root])).splitlines()[2:]
     for (game, script), line in zip(sorted({key[:2] for key in written}), lines, strict=True):
         points = [written[game, script, seed] for seed in (1, 2, 3)]
         columns = [[np.mean([value for _, value in p.get(EVALUATION, p[TRAINING][-10:])]) for p in points]]
         columns += [[p[tag][-1][1] for p in points] for tag in (OFFLINE, TEACHER, RANDOM)]
-        final, *others = (f"{np.mean(values):.1f} ± {np.std(values, ddof=1):.1f}" for values in columns)
+        final, *others = (f"{np.mean(x):.1f} [{min(x):.1f}, {max(x):.1f}]" for x in columns)
         steps = "20,000" + " or 10,000" * (game == "Pong")
         measured = "20 evaluation episodes" + " or 10 training episodes" * (game == "Pong")
         assert line == f"| {' | '.join([game, script, '3', steps, final, measured, *others])} |"
 
 
+def test_iqm_and_interval_of_the_published_results() -> None:
+    """They are those of a computation without vectors and SciPy."""
+
+    def naive_iqm(values: list[float]) -> float:
+        k = len(values) // 4
+        return sum(sorted(values)[k : len(values) - k]) / (len(values) - 2 * k)
+
+    runs = publish.read_results()
+    results = report.aggregates(runs)
+    compared = [name for name in results if len(results[name][0]) > 1]
+    assert len(compared) >= 7
+    for name in compared:
+        games = []
+        for game in sorted({run.game for run in runs if run.exp_name == name}):
+            of_game = [run for run in runs if (run.game, run.exp_name) == (game, name)]
+            random = sum(run.random_return for run in of_game) / len(of_game)
+            teacher = sum(run.teacher_return for run in of_game) / len(of_game)
+            games.append([(run.final_return - random) / (teacher - random) for run in of_game])
+        rng = np.random.default_rng(0)
+        drawn = [rng.integers(len(game), size=(10_000, len(game))) for game in games]
+        iqms = []
+        for rows in zip(*drawn, strict=True):
+            iqms.append(naive_iqm([game[i] for game, row in zip(games, rows, strict=True) for i in row]))
+        expected = [naive_iqm([*itertools.chain(*games)]), *np.quantile(iqms, [0.025, 0.975])]
+        np.testing.assert_allclose(results[name][1], expected, rtol=1e-9)
+
+
+def test_runs_without_a_teacher_are_normalised_by_that_of_the_game(tmp_path: Path) -> None:
+    """DQN's runs have none. A single run has no interval; and without any teacher, there is no normalised return."""
+    write_run(tmp_path, 1, {EVALUATION: [(0, 1.0)], TEACHER: [(0, 11.0)], RANDOM: [(0, 1.0)]})
+    write_run(tmp_path, 1, {EVALUATION: [(0, 6.0)]}, script="dqn")
+    write_run(tmp_path, 1, {EVALUATION: [(0, 6.0)]}, "BreakoutNoFrameskip-v4", "dqn")
+    lines = report.table_of_variants(read_runs([tmp_path])).splitlines()[2:]
+    assert lines == ["| dqn | 1 | 1 | 0.50 |", "| qdagger | 1 | 1 | 0.00 |"]
+
+
 def figure_of(draw: Callable[[], object]) -> Figure:
-    """Return the figure that ``draw`` saves. Texts have 9 points or more on a page of 690 pixels, at 96 an inch."""
+    """Return the first figure that is saved. Texts have 9 points or more on a page of 690 pixels, at 96 an inch."""
     figures: list[Figure] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
         draw()
-    (figure,) = figures
-    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
-    assert min(sizes) * (690 / 96) / figure.get_figwidth() >= 9
-    assert figure.get_facecolor() == (1, 1, 1, 1)
-    return figure
+    for figure in figures:
+        sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text()]
+        assert min(sizes) * (690 / 96) / figure.get_figwidth() >= 9
+        assert figure.get_facecolor() == (1, 1, 1, 1)
+    return figures[0]
 
 
-def test_the_curves_are_those_of_the_runs(runs, tmp_path: Path) -> None:
+def test_the_curves_are_means_over_seeds(runs, tmp_path: Path) -> None:
+    """They end with the shortest run. The intervals of three seeds are their ranges."""
     root, written = runs
     figure = figure_of(lambda: report.main(report.Args([root], tmp_path)))
     for game, panel in zip(("Breakout", "Pong"), np.reshape(figure.axes, (2, 2)).T, strict=True):
         assert panel[0].get_title() == game
-        keys = [key for key in sorted(written) if key[0] == game]
-        for axis, tag, window in zip(panel, (TRAINING, LAMBDA), (10, 1), strict=True):
-            lines = [line for line in axis.get_lines() if line.get_label() in ("qdagger", "scratch")]
-            for line, key in zip(lines, keys, strict=True):
-                points = written[key]
+        for number, script in enumerate(("qdagger", "scratch")):
+            of_seeds = [written[game, script, seed] for seed in (1, 2, 3)]
+            end = 10000 if game == "Pong" else 20000
+            for axis, tag, window in zip(panel, (TRAINING, LAMBDA), (10, 1), strict=True):
+                line = [line for line in axis.get_lines() if len(line.get_xdata()) == 201][number]
                 steps, means = line.get_data()
-                assert (line.get_label(), steps[-1]) == (key[1], 20000 if EVALUATION in points else 10000)
-                before = [[value for at, value in points[tag] if at - 1000 <= step][-window:] for step in steps]
-                np.testing.assert_allclose(means, [np.mean(x) if x else np.nan for x in before], rtol=1e-6)
-        levels = {line.get_label(): set(line.get_ydata()) for line in panel[0].get_lines()}
-        assert (levels["teacher"], levels["random policy"]) == ({19.5}, {-20.5})
-        dots = [line.get_xydata()[0] for line in panel[0].get_lines() if len(line.get_xydata()) == 1]
-        expected = []
-        for key in keys:
-            expected.append((0, written[key][OFFLINE][-1][1]))
-            if EVALUATION in written[key]:
-                expected.append((20000, np.mean([y for _, y in written[key][EVALUATION]])))
-        np.testing.assert_allclose(dots, expected, atol=1e-4)
+                assert (line.get_color(), steps[-1]) == (report.COLORS[number], end)
+                before = [[[y for at, y in p[tag] if at - 1000 <= x][-window:] for p in of_seeds] for x in steps]
+                values = np.array([[np.mean(y) if y else np.nan for y in at_step] for at_step in before])
+                if game == "Breakout":  # other runs are interpolated
+                    np.testing.assert_allclose(means, values.mean(1), rtol=1e-5, atol=1e-5)
+                    band = axis.collections[number if tag == LAMBDA else 3 * number].get_datalim(axis.transData)
+                    known = values[np.isfinite(values).all(1)]
+                    np.testing.assert_allclose([band.y0, band.y1], [known.min(), known.max()], rtol=1e-5, atol=1e-5)
+            returns = {0: [p[OFFLINE][-1][1] for p in of_seeds]}
+            returns[20000] = [np.mean([y for _, y in p[EVALUATION]]) for p in of_seeds if EVALUATION in p]
+            dots = [line.get_xydata()[0] for line in panel[0].get_lines() if len(line.get_xdata()) == 1]
+            expected = [(step, np.mean(values)) for step, values in returns.items()]
+            np.testing.assert_allclose(dots[2 * number : 2 * number + 2], expected, atol=1e-4)
+        levels = [set(line.get_ydata()) for line in panel[0].get_lines()[-2:]]
+        assert levels == [{19.5}, {-20.5}]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["qdagger", "scratch", "teacher", "random policy", "evaluation"]
+    assert labels == ["qdagger", "scratch", "teacher", "random policy"]
+
+
+def test_variants_and_games_have_room_in_a_figure() -> None:
+    """No two variants look alike, a label may begin with an underscore, and panels wrap."""
+    (run,) = (run for run in publish.read_results() if run.exp_name == "qdagger-2.5M")
+    figure = Figure()
+    report.draw_curves(figure, [report.replace(run, game=f"game {i:02}") for i in range(57)])
+    width, height = figure.get_size_inches()
+    assert width < 10
+    assert height < 45
+    assert [axis.get_title() for axis in figure.axes if axis.get_title()] == [f"game {i:02}" for i in range(57)]
+    figure = Figure()
+    report.draw_curves(figure, [report.replace(run, exp_name=f"_{i}") for i in range(24)])
+    lines = figure.legends[0].get_lines()[:24]
+    assert len({(line.get_color(), line.get_linestyle(), line.get_marker()) for line in lines}) == 24
+    assert [text.get_text() for text in figure.legends[0].get_texts()][:24] == [f"_{i}" for i in range(24)]
+    with pytest.raises(report.UserError, match="25 variants are too many"):
+        report.draw_curves(Figure(), [report.replace(run, exp_name=f"_{i}") for i in range(25)])
+
+
+def test_variants_are_chosen_ordered_and_labelled(runs, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    args = [str(runs[0]), "--out", str(tmp_path), "--format", "pdf", "--variants", "scratch", "qdagger"]
+    report.main(report.tyro.cli(report.Args, args=[*args, "--labels", "From scratch", "_QDagger"]))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| From scratch", "| _QDagger"]
+    assert [line.split(" | ")[1] for line in lines[7:11]] == ["From scratch", "_QDagger"] * 2
+    with (tmp_path / "results.csv").open(newline="") as file:
+        assert [row["exp_name"] for row in csv.DictReader(file)] == [*["scratch"] * 3, *["qdagger"] * 3] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "curves.npz", "curves.pdf", "iqm.pdf"}
+    assert (tmp_path / "curves.pdf").read_bytes()[:4] == b"%PDF"
+
+
+def test_the_table_comes_before_a_figure_that_fails(runs, tmp_path: Path, monkeypatch, capsys) -> None:
+    printed = []
+
+    def fail(*_: object, **__: object) -> None:
+        printed.append(capsys.readouterr())
+        raise RuntimeError("no\nlatex")
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    report.main(report.Args([runs[0]], tmp_path))
+    printed.append(capsys.readouterr())
+    assert "| Pong | scratch |" in printed[0].out
+    warnings = [f"warning: {tmp_path / name}.png can't be drawn (no latex)" for name in ("curves", "iqm")]
+    assert [line.split(";")[0] for text in printed for line in text.err.splitlines()] == warnings
+
+
+def test_figures_do_not_have_the_style_of_the_user(runs, tmp_path: Path) -> None:
+    """Neither his colors nor LaTeX, which may be missing."""
+    with matplotlib.rc_context({"text.usetex": True, "figure.facecolor": "black", "lines.linewidth": 9}):
+        figure = figure_of(lambda: report.main(report.Args([runs[0]], tmp_path)))
+        assert matplotlib.rcParams["text.usetex"]
+    assert not any(text.get_usetex() for text in figure.findobj(Text))
 
 
 def test_a_report_has_the_same_bytes_again(runs, tmp_path: Path) -> None:
     for out in ("first", "second"):
         report.main(report.Args([runs[0]], tmp_path / out))
-    for name in ("curves.npz", "curves.png", "results.csv"):
+    for name in ("curves.npz", "curves.png", "iqm.png", "results.csv"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
 
 
@@ -277,6 +406,7 @@ def test_a_run_is_published_at_each_evaluation(tmp_path: Path, monkeypatch: pyte
         shutil.copy(publish.BENCHMARK / name, tmp_path)
     monkeypatch.setattr(publish, "BENCHMARK", tmp_path)
     monkeypatch.setattr(publish, "ASSETS", tmp_path)
+    monkeypatch.setattr(publish, "PAGES", [Path(shutil.copy(publish.PAGES[1], tmp_path))])
     before = [run for run in publish.read_results() if run.exp_name != "qdagger-2.5M"]
     script = "qdagger_dqn_atari_impalacnn"
     points: Points = {OFFLINE: [(1000, 30.0)], TRAINING: [(1500, 20.0)]}
@@ -300,9 +430,9 @@ def test_a_run_draws_its_curves(runs, tmp_path: Path, monkeypatch, capsys) -> No
     assert Image.open(dqn / "curves.png").format == "PNG"
     assert len(figure_of(lambda: draw_run(dqn)).axes) == 1  # DQN has no λ
     run = next(runs[0].glob("Pong*__qdagger__*"))
-    assert [len(axis.get_lines()) for axis in figure_of(lambda: draw_run(run)).axes] == [6, 1]
+    assert [len(axis.get_lines()) for axis in figure_of(lambda: draw_run(run)).axes] == [5, 1]
     offline = write_run(Path("runs"), 2, {OFFLINE: [(1000, 1.0)]})
-    assert figure_of(lambda: draw_run(offline)).axes[0].get_lines()[1].get_xydata().tolist() == [[0, 1]]
+    assert figure_of(lambda: draw_run(offline)).axes[0].get_lines()[0].get_xydata().tolist() == [[0, 1]]
     assert capsys.readouterr().err == ""
 
 
