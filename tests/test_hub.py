@@ -162,14 +162,16 @@ def find(repo, exp_name="dqn_atari"):
 
 
 def check_error(repo, reason=""):
-    """The error is one line with the place on the disk, the repository, what was wrong there, and what to do."""
+    """The error is one line with the repository or path, what was wrong there, what to do, and the flag for it."""
     with pytest.raises(UserError) as caught:
         find(repo)
     line = str(caught.value)
-    place = os.path.abspath(repo)
-    assert line.startswith(f"there is no {place!r}, and no model can be loaded from the hub repository {repo!r}: ")
+    missing = f"there is no file or directory {os.path.abspath(repo)!r}"
+    assert line.startswith((f"{repo!r} can't be loaded from the Hugging Face Hub: ", f"{missing}, and no hub rep"))
+    assert missing in line
     assert reason in line
     assert "; give another file, directory or hub repository (`hf auth login` for a private one" in line
+    assert "with --teacher-policy-hf-repo (enjoy: --hf-repository)" in line
     assert line.isprintable()
     return line
 
