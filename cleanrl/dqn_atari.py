@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.device import TorchHardware as Hardware
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
@@ -50,7 +51,7 @@ class Args:
     cuda: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: Annotated[bool, MAY_CHANGE] = True
-    """if toggled, a GPU runs each update as one CUDA graph, with the same results"""
+    """if toggled, a GPU runs updates and forward passes as CUDA graphs, with the same results"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
@@ -142,19 +143,11 @@ class QNetwork(nn.Module):
             return self.network[-1](hidden.float())
 
 
-class Hardware(NamedTuple):
-    """The hardware on which the networks compute, and how."""
-
-    device: torch.device
-    bf16: bool  # whether hidden layers compute in bfloat16
-    memory_format: torch.memory_format  # in which convolutions are fastest
-
-
 def choose_hardware(args: Args) -> Hardware:
     """Choose device, precision and algorithms."""
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
-    return Hardware(*set_up_torch(args.cuda, args.bf16))
+    return set_up_torch(args.cuda, args.bf16, args.cuda_graph)
 
 
 class Record(NamedTuple):
@@ -291,6 +284,13 @@ def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tens
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
+@torch.no_grad()
+def forward_pass(network: nn.Module, hardware: Hardware, observation: torch.Tensor) -> torch.Tensor:
+    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+    with torch.autocast(hardware.device.type, torch.bfloat16, enabled=hardware.bf16):
+        return network(observation)
+
+
 class Losses(NamedTuple):
     """The loss and the mean Q-value in it."""
 
@@ -325,20 +325,19 @@ class Agent:
         capturable = hardware.device.type == "cuda"
         parameters = self.q_network.parameters()
         self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        forward = functools.partial(forward_pass, self.q_network, hardware)
+        self.forward = cuda_graph(forward, self.generator, hardware.cuda_graph)
         self.loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
-    @torch.no_grad()
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
-            return self.q_network(to_device(observation, self.hardware.device)).cpu().numpy()
+        return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
     def update(self, replay: Replay) -> Losses:
         """Make a gradient step; the next one may overwrite the returned losses."""
         if replay.gradient_step is None:
             function = functools.partial(self.gradient_step, replay.ring)
-            enabled = self.args.cuda_graph and self.hardware.device.type == "cuda"
-            replay.gradient_step = cuda_graph(function, self.generator, enabled)
+            replay.gradient_step = cuda_graph(function, self.generator, self.hardware.cuda_graph)
         sampled = replay.sampled_steps()
         return replay.gradient_step(sampled.start, sampled.stop)
 

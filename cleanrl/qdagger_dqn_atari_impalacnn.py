@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.device import TorchHardware as Hardware
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, warn_of_weak_teacher
@@ -57,7 +58,7 @@ class Args:
     cuda: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: Annotated[bool, MAY_CHANGE] = True
-    """if toggled, a GPU runs the updates, and the forward passes of an online step, as CUDA graphs"""
+    """if toggled, a GPU runs updates and forward passes as CUDA graphs, with the same results"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
@@ -246,19 +247,11 @@ class C51Network(TeacherNetwork):
         return (probabilities * self.atoms).sum(dim=2)  # @ would compute in bfloat16
 
 
-class Hardware(NamedTuple):
-    """The hardware on which the networks compute, and how."""
-
-    device: torch.device
-    bf16: bool  # whether hidden layers compute in bfloat16
-    memory_format: torch.memory_format  # in which convolutions are fastest
-
-
 def choose_hardware(args: Args) -> Hardware:
     """Choose device, precision and algorithms."""
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
-    return Hardware(*set_up_torch(args.cuda, args.bf16))
+    return set_up_torch(args.cuda, args.bf16, args.cuda_graph)
 
 
 class Record(NamedTuple):
@@ -402,6 +395,13 @@ def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tens
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
+@torch.no_grad()
+def forward_pass(network: nn.Module, hardware: Hardware, observation: torch.Tensor) -> torch.Tensor:
+    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+    with torch.autocast(hardware.device.type, torch.bfloat16, enabled=hardware.bf16):
+        return network(observation)
+
+
 class Teacher:
     """A trained agent, whose weights do not change, from a model file of any format.
 
@@ -423,12 +423,12 @@ class Teacher:
         # A policy samples its actions; a Q-network takes the one with the largest Q-value.
         self.action_temperature = temperature if is_policy else 0.0
         self.hardware = hardware
+        forward = functools.partial(forward_pass, self.network, hardware)
+        self.forward = cuda_graph(forward, torch.Generator(hardware.device), hardware.cuda_graph)
 
-    @torch.no_grad()
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
-            return self.network(to_device(observation, self.hardware.device)).cpu().numpy()
+        return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
 
 class Losses(NamedTuple):
@@ -481,13 +481,13 @@ class Student:
         capturable = hardware.device.type == "cuda"
         parameters = self.q_network.parameters()
         self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        forward = functools.partial(forward_pass, self.q_network, hardware)
+        self.forward = cuda_graph(forward, self.generator, hardware.cuda_graph)
         self.loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
-    @torch.no_grad()
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
-            return self.q_network(to_device(observation, self.hardware.device)).cpu().numpy()
+        return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
     def update(self, replay: Replay, distill_coefficient: float, learning_rates: Sequence[float]) -> Losses:
         """Make a gradient step for each learning rate; return the losses of the last one.
@@ -496,8 +496,7 @@ class Student:
         """
         if replay.gradient_steps is None:
             function = functools.partial(self.gradient_steps, replay.ring)
-            enabled = self.args.cuda_graph and self.hardware.device.type == "cuda"
-            replay.gradient_steps = cuda_graph(function, self.generator, enabled)
+            replay.gradient_steps = cuda_graph(function, self.generator, self.hardware.cuda_graph)
         sampled = replay.sampled_steps()
         for i in range(0, len(learning_rates), UPDATES_PER_CALL):
             rates = learning_rates[i : i + UPDATES_PER_CALL]

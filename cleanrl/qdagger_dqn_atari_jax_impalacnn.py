@@ -24,6 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.device import JaxHardware as Hardware
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import play_episodes, warn_of_weak_teacher
@@ -259,17 +260,9 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
     return unflatten_dict(params)
 
 
-class Hardware(NamedTuple):
-    """The hardware on which the networks compute, and how."""
-
-    device: jax.Device
-    dtype: jnp.dtype  # of all layers but the last
-
-
 def choose_hardware(args: Args) -> Hardware:
     """Choose device and precision."""
-    dtype = set_up_jax(args.bf16)  # before anything else of JAX
-    return Hardware(jax.devices()[0], dtype)
+    return set_up_jax(args.bf16)
 
 
 class Record(NamedTuple):

@@ -6,15 +6,14 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from cleanrl_utils.errors import UserError, user_errors
+from cleanrl_utils.errors import UserError, user_errors, warn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +30,7 @@ def warn_of_unused_gpu(library: str) -> None:
     hidden = ("", "-1", "NoDevFiles")  # the last is Slurm's value for a job without a GPU
     if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") not in hidden:
         remedy = "install the build of it that fits the driver, which nvidia-smi shows"
-        print(f"WARNING: {library} can't use the NVIDIA GPU and computes on the CPU; {remedy}", file=sys.stderr)
+        warn(f"{library} can't use the NVIDIA GPU and computes on the CPU; {remedy}")
 
 
 def available_memory(device: Any) -> int:
@@ -95,12 +94,26 @@ def unbind_thread() -> None:
         os.sched_setaffinity(0, cores)
 
 
-def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool, "torch.memory_format"]:
+class TorchHardware(NamedTuple):
+    """Where and how PyTorch's networks compute."""
+
+    device: "torch.device"
+    bf16: bool  # whether forward passes compute in bfloat16
+    memory_format: "torch.memory_format"  # in which convolutions are fastest
+    cuda_graph: bool  # whether functions run as CUDA graphs
+
+
+class JaxHardware(NamedTuple):
+    """Where and how JAX's networks compute."""
+
+    device: Any
+    dtype: Any  # of hidden layers
+
+
+def set_up_torch(cuda: bool, bf16: bool, cuda_graph: bool) -> TorchHardware:
     """Choose the device and print it; set PyTorch's threads and on a CPU its handling of memory and denormal numbers.
 
-    Returns:
-        The device; whether forward passes compute in bfloat16, if ``bf16`` and the hardware has it; the memory format
-        in which convolutions are fastest.
+    Forward passes compute in bfloat16 if ``bf16`` and the hardware has it. Only a GPU has CUDA graphs.
     """
     import torch
 
@@ -129,7 +142,7 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool, "torch.m
         name = f"CPU, threads: {torch.get_num_threads()}"
     bf16 = bf16 and in_hardware
     print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
-    return device, bf16, memory_format
+    return TorchHardware(device, bf16, memory_format, cuda_graph and device.type == "cuda")
 
 
 def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
@@ -206,7 +219,7 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabl
     return call
 
 
-def set_up_jax(bf16: bool) -> Any:
+def set_up_jax(bf16: bool) -> JaxHardware:
     """Set up JAX's memory and caches, print one line about the device, and return the dtype of hidden layers.
 
     It is bfloat16 if ``bf16`` and a GPU or TPU has it: XLA has no fast bfloat16 convolution for a CPU. Call it before
@@ -239,7 +252,7 @@ def set_up_jax(bf16: bool) -> Any:
     in_hardware = device.platform != "cpu" and not re.match(r"[1-7]\.", capability)
     dtype = jnp.bfloat16 if bf16 and in_hardware else jnp.float32
     print(f"device: {name}; JAX {jax.__version__}, {dtype.__name__}", flush=True)
-    return dtype
+    return JaxHardware(device, dtype)
 
 
 def keep_freed_memory() -> None:
