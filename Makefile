@@ -24,7 +24,7 @@ help:
 	@echo "make demo-jax       the same in JAX"
 	@echo "make test           run the tests, 5 to 7 minutes on 2 cores"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
-	@echo "make test-slurm     run the tests that need a running Slurm, 6 minutes"
+	@echo "make test-slurm     run the tests that need a running Slurm, 5 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
 	@echo "make test-lowest    run the tests with the lowest versions that pyproject.toml allows, on Python 3.11"
 	@echo "make lint           run ruff check and ruff format --check"

@@ -178,7 +178,7 @@ def print_state(job: Job) -> None:
 
 def print_table(jobs: list[Job]) -> None:
     """Print the state of each run, and the number of runs in each state."""
-    rows = [(job.env_id, job.seed, job.state, job.run_dir or "") for job in jobs]
+    rows = [(job.env_id, job.seed, job.state, job.run_dir or job.reason) for job in jobs]
     for row in [("environment", "seed", "state", "run directory"), *rows]:
         print("{:30}  {:>4}  {:11}  {}".format(*map(str, row)))
     print(", ".join(f"{count} {state}" for state, count in Counter(job.state for job in jobs).items()))

@@ -30,6 +30,7 @@ RUNNER = [sys.executable, "-m", "cleanrl_utils.benchmark"]
 FAKE = "python cleanrl/fake_run.py"
 PONG = ["--env-ids", "Pong", "--num-seeds", "1", "--workers", "1", "--command"]
 BOTH = ["--env-ids", "Pong", "Breakout", "--num-seeds", "1", "--workers", "2", "--command"]
+FOUR = [*BOTH[:3], "--num-seeds", "2", "--workers", "2", "--command"]
 
 
 @pytest.fixture(autouse=True)
@@ -94,15 +95,10 @@ def steps(env_ids: tuple[str, ...] = ("Pong", "Breakout"), seeds: tuple[int, ...
     return [[int(line) for line in path.read_text().split()] for path in Path("runs").glob("*/steps.txt")]
 
 
-def log_of(env_id: str) -> str:
-    """Return the logs of a game."""
-    return "".join(path.read_text() for path in sorted(Path("logs").glob(f"{env_id}__*.log")))
-
-
 @pytest.mark.parametrize("killed", ["run", "runner"])
 def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: str):
     """A killed runner leaves its runs running. The next one does not start them again."""
-    flags = ["--env-ids", "Pong", "Breakout", "--num-seeds", "2", "--workers", "2", "--command", f"{FAKE} --steps 60"]
+    flags = [*FOUR, f"{FAKE} --steps 60"]
     runner = spawn(*flags)
     eventually(lambda: done("Pong") > 7 and done("Breakout") > 7)
     run = next(child for child in psutil.Process(runner.pid).children() if "Pong" in child.cmdline())
@@ -124,8 +120,7 @@ def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: s
     ("number", "wrapper"), [(signal.SIGINT, ""), (signal.SIGINT, "timeout 60 "), (signal.SIGTERM, "timeout 60 ")]
 )
 def test_runs_save_after_a_signal_also_behind_a_wrapper_that_passes_it_on(number: int, wrapper: str):
-    command = f"{wrapper}{FAKE} --steps 60 --save-every 0 --save-seconds 0.5"
-    flags = ["--env-ids", "Pong", "Breakout", "--num-seeds", "2", "--workers", "2", "--command", command]
+    flags = [*FOUR, f"{wrapper}{FAKE} --steps 60 --save-every 0 --save-seconds 0.5"]
     runner = spawn(*flags)
     eventually(lambda: done("Pong") > 7 and done("Breakout") > 7)
     if number == signal.SIGINT:
@@ -140,15 +135,11 @@ def test_runs_save_after_a_signal_also_behind_a_wrapper_that_passes_it_on(number
 
 
 def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
-    flags = ["--env-ids", "Broken", "Pong", "--num-seeds", "1", "--workers", "1", "--command", FAKE]
+    flags = [*PONG, FAKE, "--env-ids", "Broken", "Pong"]
     assert benchmark(*flags) == 1
     output = capsys.readouterr().out
-    path = re.search(
-        r"^Broken seed 1: failed \(exit code 1\), see (logs/Broken__fake_run__1__\w+.log)$", output, re.MULTILINE
-    )[1]
-    log = Path(path).read_text()
-    assert "RuntimeError: the emulator broke at step 7\n" in log
-    assert log.endswith(" exit code 1\n")
+    log = re.search(r"^Broken seed 1: failed \(exit code 1\), see (logs/Broken__.*)$", output, re.MULTILINE)[1]
+    assert "RuntimeError: the emulator broke at step 7\n" in Path(log).read_text()
     assert re.search(r"^Pong +1  finished +runs/Pong__fake_run__1__\d+$", output, re.MULTILINE)
     assert "\n1 failed, 1 finished\n" in output
     assert benchmark(*flags) == 1  # It fails again, from its checkpoint.
@@ -165,8 +156,7 @@ def test_a_run_whose_log_cannot_be_opened_fails_alone(capsys: pytest.CaptureFixt
     assert benchmark(*BOTH, FAKE, "--cluster", cluster) == 1
     output = capsys.readouterr().out
     assert re.search(r"^Breakout +1  (finished|queued) ", output, re.MULTILINE)
-    assert re.search(r"^Pong +1  failed ", output, re.MULTILINE)
-    assert re.search(r"^Pong seed 1: failed \(.*Is a directory", output, re.MULTILINE) or cluster == "slurm"
+    assert re.search(r"^Pong +1  failed .*Is a directory", output, re.MULTILINE)
 
 
 def test_a_run_that_loses_its_log_fails_alone(capsys: pytest.CaptureFixture):
@@ -176,12 +166,10 @@ def test_a_run_that_loses_its_log_fails_alone(capsys: pytest.CaptureFixture):
     assert re.search(r"Pong seed 1: failed \(.*Is a directory.*\nBreakout seed 1: running", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("command", ["cleanrl/fake_run.py", "no-poetry run python cleanrl/fake_run.py"])
-def test_a_program_that_cannot_be_started_fails_each_run(capsys: pytest.CaptureFixture, command: str):
-    assert benchmark(*BOTH, command) == 1
-    output = capsys.readouterr().out
-    assert len(re.findall(rf"failed \(.*{command.split()[0]}", output)) == 2
-    assert "2 failed\n" in output
+@pytest.mark.parametrize("program", ["", "no-poetry run python "])
+def test_a_program_that_cannot_be_started_fails_each_run(capsys: pytest.CaptureFixture, program: str):
+    assert benchmark(*BOTH, f"{program}cleanrl/fake_run.py") == 1
+    assert len(re.findall(r"failed \(.*'(cleanrl/fake_run.py|no-poetry)'\)", capsys.readouterr().out)) == 2
 
 
 @pytest.mark.parametrize("target", [None, "missing"])
@@ -270,17 +258,14 @@ def test_a_dry_run_needs_neither_slurm_nor_poetry(monkeypatch: pytest.MonkeyPatc
     assert "no-poetry run python cleanrl/fake_run.py --env-id Pong --seed 3" in capsys.readouterr().out
 
 
-WITHOUT_POSIX = """
-import fcntl, os, signal, sys
+def test_windows_prints_commands_and_runs_none(monkeypatch: pytest.MonkeyPatch):
+    code = """import fcntl, os, signal, sys
 sys.modules["fcntl"] = None
 del os.sched_getaffinity, os.sched_setaffinity, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 from cleanrl_utils.benchmark import main
 main()
 """
-
-
-def test_windows_prints_commands_and_runs_none(monkeypatch: pytest.MonkeyPatch):
-    command = [sys.executable, "-c", WITHOUT_POSIX, *PONG, FAKE, "--dry-run"]
+    command = [sys.executable, "-c", code, *PONG, FAKE, "--dry-run"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == f"{FAKE} --env-id Pong --seed 1\n", result.stderr
     monkeypatch.setattr(sys, "platform", "win32")
@@ -298,8 +283,8 @@ def test_a_terminal_that_was_closed_does_not_stop_the_runner():
 
 def test_a_full_disk_of_the_logs_does_not_stop_the_runner():
     Path("cleanrl/plain.py").write_text("import os, sys\nos.mkdir(sys.argv[-1])\n")
-    flags = ["--env-ids", "Pong", "--num-seeds", "3", "--workers", "1", "--command", "python cleanrl/plain.py"]
-    subprocess.run([*RUNNER, *flags], preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
+    command = [*RUNNER, *PONG, "python cleanrl/plain.py", "--num-seeds", "3"]
+    subprocess.run(command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
     assert {name for name in os.listdir() if name.isdigit()} == {"1", "2", "3"}
 
 
@@ -309,7 +294,7 @@ def test_runs_get_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(runner_module, "available_cores", lambda: 7)
     assert benchmark(*BOTH, FAKE) == 0
     for name in ("Pong", "Breakout"):
-        log = log_of(name)
+        log = next(Path("logs").glob(f"{name}__*.log")).read_text()
         assert f"python {sys.prefix}\n" in log
         assert "OMP_NUM_THREADS 3\nCUDA_VISIBLE_DEVICES GPU-8932f937\nXLA_PYTHON_CLIENT_MEM_FRACTION 0.46\n" in log
 
@@ -377,9 +362,9 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     name = re.match(r"4 submitted as (fake_run-\w+); errors of Slurm are in logs/\1_\*\.out\n", submitted)[1]
     lines = f"array=0-3%3 cpus-per-task=5 gpus-per-node=1 time=600 signal=USR2@300 job-name={name}"
     assert {f"--{line}" for line in ("requeue", *lines.split())} <= set(Path("flags.txt").read_text().splitlines())
-    command = shlex.join(["sbatch", *Path("flags.txt").read_text().splitlines()])
     of_dry_run = re.sub(r"fake_run-\w{8}", name, output.out)
-    assert of_dry_run.startswith(f"{command}\n{Path('sbatch.sh').read_text()}\n")
+    assert of_dry_run.startswith("sbatch --requeue ")
+    assert f"\n{Path('sbatch.sh').read_text()}\n" in of_dry_run
     slurm_task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     assert subprocess.run(["sh", "sbatch.sh"], env=os.environ | slurm_task).returncode == 0  # as a node does
     assert Path("srun.txt").read_text() == "--cpus-per-task=5\n"
@@ -427,57 +412,54 @@ def test_slurm_that_fails_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPa
     program("sbatch", "echo 'sbatch: error: invalid\n partition' >&2; exit 1")
     assert benchmark(*flags) == 2
     assert capsys.readouterr().err.startswith("error: sbatch failed (sbatch: error: invalid partition); change ")
-    program("squeue", "echo 'no connection' >&2; exit 1")
-    assert benchmark(*flags) == 2
-    assert capsys.readouterr().err.startswith("error: squeue failed (no connection); run this command on a machine")
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert benchmark(*flags) == 2
     assert "error: squeue was not found; run this command on a machine that submits" in capsys.readouterr().err
 
 
-def stop_on_node(monkeypatch: pytest.MonkeyPatch, scontrol: str | None, state: str = "interrupted") -> tuple[int, int]:
-    """Run a job that a signal stops, on a node without squeue; return the exit code and the number of requeues."""
+def stop_on_node(monkeypatch: pytest.MonkeyPatch, state: str) -> int:
+    """Run a job that a signal stops in this state, on a node without squeue; return the exit code."""
 
     def stopped(jobs: list[Job], workers: int) -> int:
         jobs[0].state = state
         return 128 + signal.SIGUSR2
 
-    if scontrol is not None:
-        program("scontrol", f'echo "$*" >>scontrol.txt\n{scontrol}')
-    monkeypatch.setenv("PATH", str(Path("bin").absolute()))
     monkeypatch.setattr(runner_module, "run_locally", stopped)
     monkeypatch.setattr(runner_module, "PATIENCE", 0.5)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(sys, "argv", ["-c", "Pong", "1", "cleanrl/fake_run.py", *shlex.split(FAKE)])
-    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    for name, value in {"PATH": f"{Path.cwd()}/bin", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stop:
         run_on_node()
-    calls = Path("scontrol.txt").read_text().splitlines() if Path("scontrol.txt").exists() else []
-    assert set(calls) <= {"show job 7_3", "requeue 7_3"}
-    return stop.value.code, calls.count("requeue 7_3")
+    return stop.value.code
+
+
+RUNNING = "if test $1 = show; then echo 'JobId=8 ArrayJobId=7 JobState=RUNNING Reason=None'; exit; fi\n"
+FAILS_ONCE = "test -e tried || { echo >tried; exit 1; }\n"
 
 
 @pytest.mark.parametrize(
-    ("scontrol", "requeues"),
+    ("scontrol", "state", "requeues"),
     [
-        ("test $1 = requeue || echo 'JobId=8 ArrayJobId=7 JobState=RUNNING Reason=None'", 1),
-        ("test -e tried && echo JobState=RUNNING && exit; echo >tried; exit 1", 1),  # answers late
-        ("test $1 = requeue", 1),  # does not know the state
-        ("test $1 = show && echo JobState=RUNNING && exit; test -e tried || { echo >tried; exit 1; }", 2),
-        ("echo JobState=COMPLETING", 0),  # after scancel
+        (RUNNING, "interrupted", 1),
+        (FAILS_ONCE + "echo JobState=COMPLETING", "interrupted", 0),
+        (RUNNING + FAILS_ONCE, "interrupted", 2),
+        ("test $1 = requeue", "interrupted", 1),
+        ("echo JobState=COMPLETING", "interrupted", 0),  # after scancel
+        (RUNNING, "pending", 0),  # no checkpoint
     ],
 )
-def test_a_stopped_job_is_queued_again(monkeypatch: pytest.MonkeyPatch, scontrol: str, requeues: int):
-    assert stop_on_node(monkeypatch, scontrol) == (128 + signal.SIGUSR2, requeues)
-
-
-def test_a_job_without_a_checkpoint_is_not_queued_again(monkeypatch: pytest.MonkeyPatch):
-    assert stop_on_node(monkeypatch, "echo JobState=RUNNING", state="pending") == (128 + signal.SIGUSR2, 0)
+def test_a_stopped_job_is_queued_again(monkeypatch: pytest.MonkeyPatch, scontrol: str, state: str, requeues: int):
+    program("scontrol", f'echo "$*" >>calls.txt\n{scontrol}')
+    Path("calls.txt").touch()
+    assert stop_on_node(monkeypatch, state) == 128 + signal.SIGUSR2
+    calls = [call for call in Path("calls.txt").read_text().splitlines() if call != "show job 7_3"]
+    assert calls == ["requeue 7_3"] * requeues
 
 
 def test_a_node_without_scontrol_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    assert stop_on_node(monkeypatch, None) == (2, 0)
+    assert stop_on_node(monkeypatch, "interrupted") == 2
     assert capsys.readouterr().err == "error: scontrol was not found; run the command of the benchmark again\n"
 
 
@@ -507,3 +489,11 @@ def test_a_dry_run_of_the_results_says_nothing_thirty_times():
     result = subprocess.run(command, env=os.environ | {"only": "second"}, capture_output=True, text=True)
     assert len(result.stdout.splitlines()) == 3
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize("script", ["qdagger_dqn_atari_impalacnn", "qdagger_dqn_atari_jax_impalacnn"])
+def test_hours_of_a_default_run(monkeypatch: pytest.MonkeyPatch, script: str):
+    monkeypatch.syspath_prepend(ROOT / "benchmark")
+    throughput = importlib.import_module("throughput")
+    args = importlib.import_module(script).Args()
+    assert throughput.hours([args.teacher_steps / 3600, args.offline_steps / 7200, args.total_timesteps / 36000]) == 13

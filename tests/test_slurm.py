@@ -133,15 +133,3 @@ def test_every_step_is_logged_once_after_all_kinds_of_interruption():
     eventually(lambda: not states())
     assert steps(seeds=(1, 2)) == [list(range(40))] * 4
     assert submit(command, *flags) == 0
-
-
-def test_a_run_that_cannot_save_is_not_requeued():
-    """A script without checkpoints with a time limit that is too short would start again for ever."""
-    Path("cleanrl/plain.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
-    assert submit("python cleanrl/plain.py", "--num-seeds", "1", "--slurm-time", "1", env_ids=("Pong",)) == 1
-    eventually(lambda: count("started"))
-    for job_id in running():
-        slurm("scancel", "--signal=USR2", job_id)
-    eventually(lambda: not states())
-    assert count("started") == 1
-    assert count("killed by SIGTERM") == 1
