@@ -47,7 +47,7 @@ def find_model(repo: str, exp_name: str) -> Path:
     """Find a model; download it if ``repo`` is a hub repository, or find it in the hub's cache without a network.
 
     Args:
-        repo: the file, also without its suffix, its directory or, if nothing has this path, the name of a hub
+        repo: the file, with or without its suffix, its directory or, if nothing has this path, the name of a hub
             repository. ``name@revision`` is a branch, tag or commit of it.
         exp_name: the name of the file, without .cleanrl_model or .zip. With a script's default, the only model of a
             directory or repository may have any name.
@@ -56,7 +56,6 @@ def find_model(repo: str, exp_name: str) -> Path:
         UserError: there is no such model, or the hub can't be reached.
     """
     path = Path(os.path.expanduser(repo))
-    # stable-baselines3's functions take a path without the suffix, too.
     local = next(filter(os.path.exists, (path, Path(f"{path}.zip"), Path(f"{path}.cleanrl_model"))), None)
     remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
     embedded = Path("teachers", path.name)
@@ -90,7 +89,7 @@ def download_models(name: str, revision: str | None) -> Path:
 
 
 def choose_model(directory: Path, exp_name: str) -> str:
-    """Return the name of the model in a directory; FileNotFoundError if there is none with this ``exp_name``."""
+    """Return the name of a directory's model; FileNotFoundError if there is none, UserError in an unfinished run."""
     files = [file.name for file in directory.glob("*") if file.is_file()]
     models = sorted(utils.filter_repo_objects(files, **MODEL_FILES))
     for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):

@@ -206,6 +206,12 @@ def test_every_format_is_read(architecture, tmp_path):
         assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables, sep="/").items())
 
 
+def test_network_of_more_layers():
+    """It does not replace the one that has exactly the layers of the file."""
+    larger = WEIGHTS | {"value.bias": BIAS}
+    assert models.matching_network(WEIGHTS, {"larger": larger, "equal": WEIGHTS}) == "equal"
+
+
 def test_agent_of_ppo(tmp_path):
     """CleanRL's PPO with its critic is read as a policy, from ``agent.state_dict()`` and from the same in flax."""
     agent = {key.replace("network.9", "actor"): value for key, value in WEIGHTS.items()}
@@ -286,19 +292,6 @@ def test_own_network(tmp_path, monkeypatch):
             other.load_model(tmp_path / "own", 6, 0.1)
         (tmp_path / "published").write_bytes(torch_bytes(WEIGHTS))
         assert type(script.load_model(tmp_path / "published", 6, 0.1)[0]) is script.TeacherNetwork
-
-
-def test_network_of_more_layers(tmp_path, monkeypatch):
-    """A network of one's own that has all layers of a published one does not replace it."""
-
-    class WithValue(qdagger.TeacherNetwork):
-        def __init__(self, num_actions):
-            super().__init__(num_actions)
-            self.value = torch.nn.Linear(512, 1)
-
-    monkeypatch.setattr(qdagger, "QNetwork", WithValue)
-    (tmp_path / "published").write_bytes(torch_bytes(WEIGHTS))
-    assert type(qdagger.load_model(tmp_path / "published", 6, 0.1)[0]) is qdagger.TeacherNetwork
 
 
 @pytest.mark.posix
@@ -384,6 +377,7 @@ TORCH_STATES = {
         "has [('network.0.weight', (32, 1, 8, 8))]",
         "(8, 8, 1, 32)",
     ),
+    "weights of no dimension": (changed(_7_weight=np.array(0.5)), "has [('network.7.weight', ())]", "kernel', ())]"),
     "a bias of no dimension": (changed(_7_bias=np.array(0.5)), "and has [('network.7.bias', ())]", "bias', ())]"),
     "another game": (random_weights("nature", 4), "it has 4 actions, and this game has 6; "),
     "a student": (
@@ -417,6 +411,7 @@ def test_flax_file_of_another_network(tmp_path):
         ({"bias": np.zeros(512, np.int8)}, "'params/Dense_0/bias' is int8, not floating-point"),
         ({"bias": np.full(512, np.inf)}, "'params/Dense_0/bias' holds NaN or"),
         ({"bias": 1}, "'params/Dense_0/bias' is int, not floating-point"),
+        ({"kernel": np.array(0.5)}, "has [('network.7.weight', ())]", "has [('params/Dense_0/kernel', ())]"),
     ):
         data = flax_bytes({"params": params | {"Dense_0": params["Dense_0"] | changes}})
         check_unusable(tmp_path, data, *messages)
@@ -433,6 +428,8 @@ def test_foreign_file(tmp_path):
     files += [b"", b"<!DOCTYPE html>\n", b"\x81\xa1a" * 100_000, b"\x81\xa1a" * 1000 + b"\x90"]
     for data in files:
         check_unusable(tmp_path, data, "it is neither a PyTorch nor a flax model, or damaged (")
+    fields = ext_array((1,), {"names": ["float", "b"], "formats": ["f4", "f4"]}, b"12345678")
+    check_unusable(tmp_path, msgpack.packb({"a": fields}), "not floating-point numbers")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
     check_unusable(tmp_path, pointer, "it is a pointer of Git LFS; `git lfs pull` fetches the model; ")
 
@@ -468,6 +465,7 @@ def test_policies_of_another_network(tmp_path):
         (changed(_0_weight=np.zeros((32, 3, 8, 8))), "has [('network.0.weight', (32, 3, 8, 8))]", "(8, 8, 3, 32)"),
         (changed(_7_weight=np.zeros((512, 1024))), "has [('network.7.weight', (512, 1024))]", "cannot reshape array"),
         (quantiles(301), "cannot reshape array of size 301"),
+        ({"quantile_net.quantile_net.0.bias": "text"}, "is str, not floating-point numbers"),
     ):
         check_unusable(tmp_path, sb3_zip(state), *messages)
     own = "a network of your own is read by the script that saved it (enjoy: --script)"
