@@ -36,7 +36,8 @@ def on_page_content(content: str, **kwargs: Any) -> str:
         return f"{start}{mathml}</{tag}>"
 
     def breakable(match: re.Match) -> str:
-        text = re.sub(r"([ /_]+)", r"\1<wbr>", match[1])  # not at the hyphens of a flag
-        return f"<code>{text}</code>"
+        words = re.split(r" (?!\d)", match[1])  # a flag keeps its number, and does not break at its hyphens
+        words = [re.sub(r"([/_]+)", r"\1<wbr>", word) if len(word) > 24 else word for word in words]
+        return f"<code>{' <wbr>'.join(words)}</code>"
 
     return INLINE_CODE.sub(breakable, FORMULA.sub(to_mathml, content))
