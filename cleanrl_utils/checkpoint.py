@@ -107,11 +107,9 @@ class Checkpoints:
         for segment in self._segments:  # in this order: later steps take the slots of earlier ones
             path = self.directory / segment.file
             remedy = "restore it from a backup, or delete the newest .state to resume from the checkpoint before"
-            # Opened here, as np.load of a damaged file leaves it open, and Windows then does not delete it.
-            damages = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-            with user_errors(f"{path} can't be read", remedy, damages), retry(partial(path.open, "rb")) as file:
-                arrays = dict(np.load(file))
-                replay.write(segment.low % replay.length, arrays)
+            # A damaged file can raise almost anything. np.load would leave it open, and Windows then does not delete it.
+            with user_errors(f"{path} can't be read", remedy, Exception), retry(partial(path.open, "rb")) as file:
+                replay.write(segment.low % replay.length, dict(np.load(file)))
         replay.steps_added = self._replay["steps_added"]
         replay.truncate_episodes()
         # That changed the newest step, so its segment is written again.
