@@ -207,8 +207,7 @@ class Run:
 
     def save_if_due(self, replay: Any = None) -> None:
         """Save, if `checkpoint_minutes` are over or a signal came; after a signal, exit with 128 + its number."""
-        minutes = self.args.checkpoint_minutes
-        if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
+        if self._signal or time.monotonic() - self._last_save >= 60 * self.args.checkpoint_minutes:
             self.save(replay)
             self.exit_if_signalled()
 

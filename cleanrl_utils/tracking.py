@@ -85,11 +85,11 @@ class Writer:
     """
 
     def __init__(self, run_dir: Path, state: bytes | None = None):
-        """Open a new event file; ``state`` is that of the checkpoint from which the run is resumed."""
+        """Open a new event file; ``state`` is that of the checkpoint from which a run is resumed."""
         self.run_dir = run_dir
         self._last_step = 0
         self._pending: list[bytes] = []  # serialised events
-        self._sizes: dict[str, int] = {}  # bytes of each event file without pending events and what is logged again
+        self._sizes: dict[str, int] = {}  # bytes of each event file, up to its first event that is written again
         self._last_flush = time.monotonic()
         self._failing = False
         if state is not None:
@@ -156,7 +156,7 @@ class Writer:
             self.flush()
 
     def _open(self) -> None:
-        """Truncate the event files to their sizes; open a new one, also if the clock was put back the last by name."""
+        """Remove events that are written again; open a new event file, whose name sorts last whatever the time is."""
         self._writer = None
         for name, size in self._sizes.items():
             path = self.run_dir / name
@@ -174,7 +174,6 @@ class Writer:
         self._sizes[self.file.name] = self.file.stat().st_size
 
     def _abandon(self) -> None:
-        """Close the file."""
         with suppress(Exception):  # that of the thread that writes, which was reported
             if self._writer is not None:
                 self._writer.close()
