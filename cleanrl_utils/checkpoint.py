@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from cleanrl_utils.errors import UserError, one_line, user_errors, warn
+from cleanrl_utils.errors import UserError, one_line, user_errors
 from cleanrl_utils.files import atomic_write, read_zip, retry
 
 USE_THE_SAME = "resume it with the script and packages that started it"
@@ -46,6 +46,7 @@ class Checkpoints:
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoint"
         self.exist = False
+        self.damaged = ""  # the files that `load` passed over, and why
         self._number = 0
         self._kept: list[set[str]] = []  # files of the newest checkpoint and the one before; after `load` all
         self._segments: list[Segment] = []  # of the replay buffer that was saved last
@@ -77,9 +78,8 @@ class Checkpoints:
                 raise UserError(f"--resume {self.run_dir} is a run of {state['script']}.py; resume it with that script")
             if "replay" not in state:
                 raise UserError(f"--resume {self.run_dir}: an earlier version of this script saved it; {USE_THE_SAME}")
-            if problems:
-                warn(f"{self.directory} has damaged files ({'; '.join(problems)}); resuming from {path.name}")
             self.exist = True
+            self.damaged = "; ".join(problems)
             self._number = int(path.stem)
             self._segments = [Segment(*segment) for segment in state["segments"]]
             self._replay = state["replay"]
@@ -107,11 +107,9 @@ class Checkpoints:
         for segment in self._segments:  # in this order: later steps take the slots of earlier ones
             path = self.directory / segment.file
             remedy = "restore it from a backup, or delete the newest .state to resume from the checkpoint before"
-            # Opened here, as np.load of a damaged file leaves it open, and Windows then does not delete it.
-            damages = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
-            with user_errors(f"{path} can't be read", remedy, damages), retry(partial(path.open, "rb")) as file:
-                arrays = dict(np.load(file))
-                replay.write(segment.low % replay.length, arrays)
+            # A damaged file can raise almost anything. np.load leaves it open, and Windows then does not delete it.
+            with user_errors(f"{path} can't be read", remedy, Exception), retry(partial(path.open, "rb")) as file:
+                replay.write(segment.low % replay.length, dict(np.load(file)))
         replay.steps_added = self._replay["steps_added"]
         replay.truncate_episodes()
         # That changed the newest step, so its segment is written again.

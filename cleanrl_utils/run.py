@@ -25,16 +25,7 @@ from cleanrl_utils.errors import UserError, flag, shell_command, user_errors, wa
 from cleanrl_utils.evaluation import summarise
 from cleanrl_utils.files import lock_run
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import (
-    VIDEOS,
-    Writer,
-    commit_of,
-    finish_wandb,
-    make_run_dir,
-    script_of,
-    start_wandb,
-    versions,
-)
+from cleanrl_utils.tracking import VIDEOS, Writer, finish_wandb, make_run_dir, origin, script_of, start_wandb, versions
 
 T = TypeVar("T")
 # Windows lacks some of them, and has SIGBREAK for Ctrl-Break.
@@ -93,6 +84,8 @@ class Run:
         self._files = {name: part for name, part in state.items() if isinstance(part, Path)}
         hashes = {name: hashlib.sha256(path.read_bytes()).digest() for name, path in self._files.items()}
         self._state = state | hashes
+        self._script = script_of(args)
+        self._code = hashlib.sha256(self._script.read_bytes()).hexdigest()  # of what runs, also if it is edited now
         self._last_save = time.monotonic()
         self._signal: signal.Signals | None = None
         self._status = ""
@@ -112,23 +105,19 @@ class Run:
             self.video_dir = VIDEOS / self.directory.name if args.capture_video else None
             stack.callback(lock_run(self.directory).release)
             self._checkpoints = Checkpoints(self.directory)
-            if args.resume is not None:
-                checkpoint = self._checkpoints.load(script_of(args).stem)
+            log = None if args.resume is None else self._restore()
             if args.track:
                 start_wandb(args, self.directory)
                 stack.push(lambda kind, *_: finish_wandb(self.directory, succeeded=kind is None))
-            with user_errors(f"{self.directory} can't be written", "make room or allow it", OSError):
-                self._writer = Writer(self.directory)
+            remedy = "make room, allow it, or close the program that has it open"
+            with user_errors(f"a log in {self.directory} can't be written", remedy, OSError):
+                self._writer = Writer(self.directory, log)
             stack.callback(self._writer.close)
-            if args.resume is None:
+            if log is None:
                 self._writer.purge(0)
-                command = shell_command(["python", *sys.argv])
-                origin = {"command": command, "versions": versions(), "commit": commit_of(script_of(args))}
                 files = {f"{name}_file": path for name, path in self._files.items()}
-                self._writer.add_flags({**vars(args), **origin, **files})
+                self._writer.add_flags({**vars(args), **origin(self._script), **files})
                 self.save()
-            else:
-                self._restore(*checkpoint)
             self._handle_signals(stack)
             self._on_exit = stack.pop_all()
         return self
@@ -140,8 +129,7 @@ class Run:
     def finish(self, returns: dict[str, list[float]]) -> None:
         """End a run that is complete: upload its model if asked, print its results, and delete the checkpoints.
 
-        Args:
-            returns: the episodic returns by the name of the evaluation.
+        ``returns`` are the episodic returns by the name of the evaluation.
         """
         if self.args.upload_model:
             upload_model(self.args, self.directory, self.model_path(), returns["final"])
@@ -176,13 +164,7 @@ class Run:
         self._status = status
 
     def steps(self, phase: str, unit: str, steps: range) -> Iterator[int]:
-        """Iterate over the steps that are left of a phase with a progress bar or, in a log file, lines.
-
-        Args:
-            phase: the name of the phase.
-            unit: the unit of the steps.
-            steps: from the first step that is left to the end of the phase.
-        """
+        """Iterate over the steps of a phase that are left, with a progress bar or, in a log file, lines."""
         self._status = ""
         self._phase_start = time.perf_counter()
         last_line = self._phase_start
@@ -216,13 +198,8 @@ class Run:
         if self.args.checkpoint_minutes:
             serialised = {name: dump(part) for name, part in self._state.items()}
             serialised["log"] = self._writer.dump()
-            script = script_of(self.args)
-            state = {
-                "script": script.stem,
-                "code": hashlib.sha256(script.read_bytes()).hexdigest(),
-                "flags": dataclasses.asdict(self.args),
-                "versions": versions(),
-            }
+            flags = dataclasses.asdict(self.args)
+            state = {"script": self._script.stem, "code": self._code, "flags": flags, "versions": versions()}
             what = f"a checkpoint can't be written to {self._checkpoints.directory}"
             with user_errors(what, f"make room or allow it, then {self._how_to_resume()}", OSError):
                 self._checkpoints.save(state, serialised, replay)
@@ -230,8 +207,7 @@ class Run:
 
     def save_if_due(self, replay: Any = None) -> None:
         """Save, if `checkpoint_minutes` are over or a signal came; after a signal, exit with 128 + its number."""
-        minutes = self.args.checkpoint_minutes
-        if self._signal or (minutes and time.monotonic() - self._last_save >= 60 * minutes):
+        if self._signal or time.monotonic() - self._last_save >= 60 * self.args.checkpoint_minutes:
             self.save(replay)
             self.exit_if_signalled()
 
@@ -242,11 +218,7 @@ class Run:
             sys.exit(128 + self._signal)
 
     def restore_replay(self, replay: Any, step: int) -> None:
-        """Fill the replay buffer of a phase that is resumed; its episodes end, since emulators can't be restored.
-
-        Args:
-            replay: the empty replay buffer.
-            step: the step of the phase; at 0 the replay buffer stays empty.
+        """Fill the replay buffer of a phase that is resumed at ``step``; at 0 it stays empty.
 
         Raises:
             UserError: the checkpoint has no replay buffer that fits.
@@ -254,18 +226,21 @@ class Run:
         if step > 0:
             self._checkpoints.load_replay(replay)
 
-    def _restore(self, state: dict[str, Any], serialised: dict[str, bytes]) -> None:
+    def _restore(self) -> bytes:
+        """Restore the state from the newest checkpoint; return that of the log."""
+        state, serialised = self._checkpoints.load(self._script.stem)
+        if self._checkpoints.damaged:
+            warn(f"{self.directory} has damaged files ({self._checkpoints.damaged}); resuming from the one before")
         if state["versions"] != versions():
             warn(f"the run used {state['versions']}, and now {versions()}: results can differ")
-        script = script_of(self.args)
-        if state["code"] != hashlib.sha256(script.read_bytes()).hexdigest():
-            warn(f"{script} was changed since the last checkpoint of this run, which continues with the changed code")
+        if state["code"] != self._code:
+            warn(f"{self._script} was changed since the run saved its checkpoint; the run continues with the new code")
         misfits = (ValueError, KeyError, RuntimeError)  # of PyTorch, flax and `load`
         with user_errors(f"--resume {self.directory}: the checkpoint does not fit this script", USE_THE_SAME, misfits):
             for name, part in self._state.items():
                 load(part, serialised[name])
-        self._writer.load(serialised["log"])
         print(f"resuming {self.directory}", flush=True)
+        return serialised["log"]
 
     def _handle_signals(self, stack: contextlib.ExitStack) -> None:
         """Note signals instead of ending at once, so that the run saves a checkpoint and exits."""
@@ -285,7 +260,7 @@ class Run:
     def _how_to_resume(self) -> str:
         if not self._checkpoints.exist:
             return "start it again, as it has no checkpoint yet"
-        words = ["python", str(script_of(self.args)), "--resume", str(self.directory)]
+        words = ["python", str(self._script), "--resume", str(self.directory)]
         return f"resume with: {shell_command(words)}"
 
 

@@ -1,6 +1,7 @@
 """The logs of a run: its directory, TensorBoard and W&B."""
 
 import base64
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -18,7 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
 
-from cleanrl_utils.errors import one_line, user_errors, warn
+from cleanrl_utils.errors import one_line, shell_command, user_errors, warn
 from cleanrl_utils.files import retry
 
 VIDEOS = Path("videos")  # has a directory per run
@@ -59,6 +60,11 @@ def commit_of(script: Path) -> str:
         return ""
 
 
+def origin(script: Path) -> dict[str, str]:
+    """Return the command, the versions and the commit with which this process runs a script."""
+    return {"command": shell_command(["python", *sys.argv]), "versions": versions(), "commit": commit_of(script)}
+
+
 def make_run_dir(args: Any) -> Path:
     """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
     with user_errors(f"a run directory can't be made in {Path('runs').absolute()}", "use another folder", OSError):
@@ -74,17 +80,24 @@ def make_run_dir(args: Any) -> Path:
 class Writer:
     """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once.
 
-    Events are kept until they are known to be on the disk. If a file can't be written, the run continues, and the next
-    flush writes them to another file.
+    Events are pending until they are known to be in a file. If a file can't be written, the run continues, and the next
+    flush removes their bytes from it and writes them to another file.
     """
 
-    def __init__(self, run_dir: Path):
+    def __init__(self, run_dir: Path, state: bytes | None = None):
+        """Open a new event file; ``state`` is that of the checkpoint from which a run is resumed."""
         self.run_dir = run_dir
         self._last_step = 0
-        self._pending: list[bytes] = []  # serialised events that are not known to be on the disk
-        self._written = 0  # bytes of the newest event file that are
+        self._pending: list[bytes] = []  # serialised events
+        self._sizes: dict[str, int] = {}  # bytes of each event file, up to its first event that is written again
         self._last_flush = time.monotonic()
         self._failing = False
+        if state is not None:
+            saved = json.loads(state)
+            self._last_step = saved["last_step"]
+            self._sizes = {path.name: 0 for path in run_dir.glob(EVENT_FILES)} | saved["sizes"]
+            self.purge(self._last_step + 1)
+            self._pending += [base64.b64decode(event) for event in saved["pending"]]
         self._open()
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -115,7 +128,7 @@ class Writer:
             if durable:
                 with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file open for writing
                     os.fsync(file.fileno())
-            self._written = self.file.stat().st_size
+            self._sizes[self.file.name] = self.file.stat().st_size
             self._pending = []
             self._failing = False
         except Exception as error:  # whatever it is, a log does not decide how a run ends
@@ -127,24 +140,8 @@ class Writer:
     def dump(self) -> bytes:
         """Write all events to the disk; return the state, with the bytes of each event file of the run."""
         self.flush(durable=True)
-        sizes = {path.name: path.stat().st_size for path in self.run_dir.glob(EVENT_FILES)}
-        if self._writer is not None:
-            sizes[self.file.name] = self._written
         pending = [base64.b64encode(event).decode() for event in self._pending]
-        return json.dumps({"last_step": self._last_step, "sizes": sizes, "pending": pending}).encode()
-
-    def load(self, data: bytes) -> None:
-        """Truncate the run's event files to their sizes in a state; one that is not in it becomes empty."""
-        state = json.loads(data)
-        self._last_step = state["last_step"]
-        for path in self.run_dir.glob(EVENT_FILES):
-            size = state["sizes"].get(path.name, 0)
-            if path != self.file and path.stat().st_size > size:
-                what = f"{path} can't be truncated"
-                with user_errors(what, "allow it, or close the program that has it open", OSError):
-                    retry(lambda path=path, size=size: os.truncate(path, size))
-        self.purge(self._last_step + 1)
-        self._pending += [base64.b64decode(event) for event in state["pending"]]
+        return json.dumps({"last_step": self._last_step, "sizes": self._sizes, "pending": pending}).encode()
 
     def close(self) -> None:
         """Write all events and close the file; warn if events are lost."""
@@ -159,8 +156,12 @@ class Writer:
             self.flush()
 
     def _open(self) -> None:
-        """Open a new event file, whose name sorts after all others of the run, also if the clock was put back."""
+        """Remove events that are written again; open a new event file, whose name sorts last whatever the time is."""
         self._writer = None
+        for name, size in self._sizes.items():
+            path = self.run_dir / name
+            if path.exists() and path.stat().st_size > size:
+                retry(functools.partial(os.truncate, path, size))
         newest = max((int(path.name.split(".")[3]) for path in self.run_dir.glob(EVENT_FILES)), default=0)
         clock = event_file_writer.time
         event_file_writer.time = SimpleNamespace(time=lambda: max(time.time(), newest + 1))  # names the file
@@ -170,17 +171,13 @@ class Writer:
         finally:
             event_file_writer.time = clock
         self.file = Path(self._writer._file_name)
-        self._written = 0
+        self._sizes[self.file.name] = self.file.stat().st_size
 
     def _abandon(self) -> None:
-        """Close the file, and remove the bytes that are not known to be on the disk: their events are still pending."""
-        if self._writer is not None:
-            with suppress(OSError):
+        with suppress(Exception):  # that of the thread that writes, which was reported
+            if self._writer is not None:
                 self._writer.close()
-            self._writer = None
-            with suppress(OSError):
-                if self.file.stat().st_size > self._written:
-                    os.truncate(self.file, self._written)
+        self._writer = None
 
 
 def start_wandb(args: Any, run_dir: Path) -> None:

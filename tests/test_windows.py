@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
 from helpers import REPO, tiny
 
-from cleanrl_utils.checkpoint import load_checkpoint
+from cleanrl_utils.checkpoint import Checkpoints
 from cleanrl_utils.checks import check_args
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.files import atomic_write
-from cleanrl_utils.tracking import Writer
+from cleanrl_utils.files import atomic_write, lock_run
+from cleanrl_utils.run import Run
 
 # Other packages are imported before, as they have their own ways on Windows.
 PROGRAM = """
@@ -72,7 +73,8 @@ def write_states(run_dir: Path) -> None:
     (run_dir / "checkpoint").mkdir()
     for number in (1, 2):
         with zipfile.ZipFile(run_dir / f"checkpoint/00000{number}.state", "w") as file:
-            file.writestr("state.json", json.dumps({"members": [], "steps_added": None, "script": "dqn_atari"}))
+            state = {"members": [], "segments": [], "replay": None, "script": "dqn_atari", "number": number}
+            file.writestr("state.json", json.dumps(state))
 
 
 def test_a_file_that_is_open_elsewhere_is_replaced_later(refuse: Callable, tmp_path: Path) -> None:
@@ -94,7 +96,7 @@ def test_a_file_that_stays_open_elsewhere_is_kept_and_named(refuse: Callable, tm
 def test_a_checkpoint_that_is_open_elsewhere_is_read_later(refuse: Callable, tmp_path: Path) -> None:
     write_states(tmp_path)
     refuse(zipfile, "ZipFile", 3)
-    assert load_checkpoint(tmp_path, "dqn_atari")[0] == 2
+    assert Checkpoints(tmp_path).load("dqn_atari")[0]["number"] == 2
 
 
 def test_a_checkpoint_that_stays_open_elsewhere_is_not_taken_for_damaged(refuse: Callable, tmp_path: Path) -> None:
@@ -102,14 +104,21 @@ def test_a_checkpoint_that_stays_open_elsewhere_is_not_taken_for_damaged(refuse:
     write_states(tmp_path)
     refuse(zipfile, "ZipFile", 20)
     with pytest.raises(UserError, match=r"000002\.state.*close the program"):
-        load_checkpoint(tmp_path, "dqn_atari")
+        Checkpoints(tmp_path).load("dqn_atari")
 
 
-def test_an_event_file_that_stays_open_elsewhere_is_named(refuse: Callable, tmp_path: Path) -> None:
-    (tmp_path / "events.out.tfevents.1").write_bytes(b"later points")
+def test_an_event_file_that_stays_open_elsewhere_is_named(
+    refuse: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Run(qdagger.Args()) as run:
+        pass
+    (run.directory / "events.out.tfevents.1").write_bytes(b"later points")
     refuse(os, "truncate", float("inf"))
-    with Writer(tmp_path) as writer, pytest.raises(UserError, match=r"tfevents\.1 can't .*close the program"):
-        writer.load_state_dict({"last_step": 0, "sizes": {}})
+    with pytest.raises(UserError, match=r"tfevents\.1.*close the program"), Run(qdagger.Args(resume=run.directory)):
+        pass
+    with lock_run(run.directory):  # it was released
+        pass
 
 
 @pytest.mark.parametrize("name", ["aux", "AUX.2", "com1"])

@@ -1,0 +1,691 @@
+"""Runs that are stopped and resumed: signals, kills, flags, divergence and full disks."""
+
+import dataclasses
+import errno
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dqn_atari
+import dqn_atari_jax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import qdagger_dqn_atari_impalacnn as qdagger
+import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
+import torch
+from ale_py.vector_env import AtariVectorEnv
+from helpers import (
+    NETWORKS,
+    NUM_ACTIONS,
+    REPO,
+    STUDENT,
+    TIMED_TAGS,
+    Scalars,
+    only,
+    read_scalars,
+    tiny,
+    twin,
+    write_teacher,
+)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cleanrl_utils import run as run_module
+from cleanrl_utils.checkpoint import Checkpoints
+from cleanrl_utils.errors import UserError
+from cleanrl_utils.files import lock_run
+from cleanrl_utils.run import Run, parse_args
+from cleanrl_utils.tracking import commit_of, versions
+
+# Windows lacks both.
+KILL = getattr(signal, "SIGKILL", 9)
+USR1 = getattr(signal, "SIGUSR1", signal.SIGTERM)
+
+QDAGGER = (qdagger, qdagger_jax)
+LEARNERS = {qdagger: qdagger.Student, qdagger_jax: qdagger_jax.Student}
+LEARNERS |= {dqn_atari: dqn_atari.Agent, dqn_atari_jax: dqn_atari_jax.Agent}
+SCRIPTS = pytest.mark.parametrize("script", list(NETWORKS), ids=lambda script: script.__name__)
+SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
+SMALL |= {"train_frequency": 16, "batch_size": 2, "target_network_frequency": 30, "warmup_updates": 120}
+SMALL |= {"online_eval_frequency": 101}
+EVALUATIONS = ["teacher", "random", "offline 50", "offline 100", "online 102", "online 202", "final"]
+
+
+class Killed(BaseException):
+    """Raised in place of a SIGKILL."""
+
+
+@pytest.fixture
+def evaluations(
+    small_networks: None, no_evaluations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """Make runs in this process fast, in a folder of their own; return the names of their evaluations."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cleanrl_utils.evaluation.draw_run", lambda run_dir: None)  # takes longer than the run
+    return no_evaluations
+
+
+def args_of(script: Any, teacher: Path, **changes: Any) -> Any:
+    """Return the flags of a small run of any script."""
+    args = tiny(teacher, **(SMALL | changes))
+    other = twin(args, script)
+    return other if script in QDAGGER else dataclasses.replace(other, eval_frequency=args.online_eval_frequency)
+
+
+def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) -> Path:
+    """Run a script and send it a signal when its progress has these counters; return the run directory."""
+    save_if_due = Run.save_if_due
+    sent = []
+
+    def interrupt(run: Run, replay: Any = None) -> None:
+        if not sent and counters.items() <= vars(run._state["progress"]).items():
+            sent.append(True)
+            if number == KILL:
+                run.log("charts/SPS", 1.0, 12345)  # a point after the checkpoint
+                raise Killed
+            signal.raise_signal(number)
+        save_if_due(run, replay)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "save_if_due", interrupt)
+        with pytest.raises((SystemExit, Killed)) as stopped:
+            script.main(args)
+    assert isinstance(stopped.value, Killed) or stopped.value.code == 128 + number
+    return only(Path("runs").iterdir())
+
+
+def resume(script: Any, run_dir: Path, *flags: object) -> None:
+    """Resume a run as the command line does."""
+    script.main(parse_args(script.Args, ["--resume", str(run_dir), *map(str, flags)]))
+
+
+def steps_of(run_dir: Path) -> dict[str, list[int]]:
+    """Return the steps of each curve."""
+    return {tag: [step for step, _ in points] for tag, points in read_scalars(run_dir).items()}
+
+
+Results = tuple[Scalars, dict[str, bytes]]
+
+
+def results(run_dir: Path) -> Results:
+    """Return the curves of a run, without the values of those that time something, and its models."""
+    scalars = read_scalars(run_dir)
+    curves = {tag: [(step, tag in TIMED_TAGS or value) for step, value in points] for tag, points in scalars.items()}
+    return curves, {path.stem: path.read_bytes() for path in run_dir.glob("*.cleanrl_model")}
+
+
+@pytest.fixture
+def whole(evaluations: list[str], teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Return a function that returns the curves and models of a whole run of a script with its present network."""
+
+    def get(script: Any) -> Results:
+        if (key := (script, script.QNetwork)) not in WHOLE_RUNS:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(tmp_path_factory.mktemp("whole"))
+                script.main(args_of(script, teacher))
+                WHOLE_RUNS[key] = results(only(Path("runs").iterdir()))
+            evaluations.clear()
+        return WHOLE_RUNS[key]
+
+    return get
+
+
+WHOLE_RUNS: dict[Any, Results] = {}
+STOPS = [
+    (qdagger, signal.SIGTERM, {"offline_update": 36}),
+    (qdagger, KILL, {"teacher_step": 12}),  # each kill is resumed from the checkpoint before the phase
+    (qdagger, KILL, {"online_step": 102}),
+    (qdagger_jax, signal.SIGTERM, {"offline_update": 36}),
+    (qdagger_jax, KILL, {"online_step": 102}),
+    (dqn_atari, KILL, {"step": 60}),
+]
+
+
+@pytest.mark.parametrize(("script", "number", "counters"), STOPS)
+def test_resumed_run_equals_whole_run(
+    script: Any, number: int, counters: dict, whole: Callable, teacher: Path, evaluations: list[str]
+) -> None:
+    """A run that resumes between two phases or offline updates has the same curves and models, bit for bit."""
+    expected = whole(script)
+    run_dir = stop(script, args_of(script, teacher), number, **counters)
+    resume(script, run_dir)
+    assert results(run_dir) == expected
+    assert set(evaluations) == set(EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
+    assert not (run_dir / "checkpoint").exists()
+    assert (run_dir / "finished").exists()
+    with pytest.raises(UserError, match="finished"):
+        resume(script, run_dir)
+
+
+def test_resumed_impala_equals_whole_run(
+    whole: Callable, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same holds with the network of the script, in its memory layout and precision."""
+    monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
+    test_resumed_run_equals_whole_run(qdagger, signal.SIGINT, {"offline_update": 36}, whole, teacher, evaluations)
+
+
+WITHIN_EPISODES = [(qdagger, {"teacher_step": 16}), (qdagger, {"online_step": 190}), (dqn_atari, {"step": 190})]
+WITHIN_EPISODES += [(qdagger_jax, {"online_step": 190}), (dqn_atari_jax, {"step": 190})]
+
+
+def assert_same_steps(run_dir: Path, expected: Scalars) -> None:
+    """Check that the curves have the expected steps, but for episodes, and the same ε."""
+    scalars = read_scalars(run_dir)
+    for tag in expected.keys() - {"charts/episodic_return", "charts/episodic_length"}:
+        assert [step for step, _ in scalars[tag]] == [step for step, _ in expected[tag]], tag
+    assert scalars["charts/epsilon"] == expected["charts/epsilon"]
+
+
+@pytest.mark.parametrize(("script", "counters"), WITHIN_EPISODES)
+def test_resumed_within_episodes(
+    script: Any, counters: dict, whole: Callable, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that resumes between environment steps has the same steps, updates and schedules, and new episodes.
+
+    Updates come every 16 steps. The losses of the last one are logged every 100 steps.
+    """
+    expected, _ = whole(script)
+    offline = 100 if script in QDAGGER else 0
+    for tag in ("losses/td_loss", "losses/q_values"):
+        assert [step for step, _ in expected[tag]] == [offline + 98, offline + 198, offline + 298]
+    seeds = []
+    replays = []
+    reset = AtariVectorEnv.reset
+    add = script.Replay.add
+    monkeypatch.setattr(AtariVectorEnv, "reset", lambda envs, seed: seeds.append(tuple(seed)) or reset(envs, seed=seed))
+    run_dir = stop(script, args_of(script, teacher), USR1, **counters)
+    before = len(seeds)
+    monkeypatch.setattr(script.Replay, "add", lambda self, *args: replays.append(self) or add(self, *args))
+    resume(script, run_dir)
+    assert_same_steps(run_dir, expected)
+    assert seeds[before] not in seeds[:before], "episodes are repeated"
+
+    (done,) = counters.values()
+    total = 40 if "teacher_step" in counters else 300
+    seam = done // 2  # of two environments
+    replay = replays[0]
+    assert sum(other is replay for other in replays) == total // 2 - seam
+    assert replay.steps_added == total // 2
+    valid = np.asarray(replay.ring.valid)
+    age = np.asarray(replay.ring.age)
+    assert not valid[seam - 1].any(), "a transition leads from one episode to another"
+    assert valid[[seam - 2, seam]].all()
+    assert not age[seam].any()
+    assert (age[seam - 1] == age[seam - 2] + 1).all()
+
+
+def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
+    """Run a script and send it a signal when it plays the evaluation ``name``; return the run directory."""
+    play = script.play_episodes
+
+    def interrupted(playing: str, act: Callable, *args: Any) -> list[float]:
+        if playing == name:
+            signal.raise_signal(number)
+            act(np.zeros((1, 4, 84, 84), np.uint8), np.random.default_rng())
+            raise AssertionError("the evaluation continues")
+        return play(playing, act, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "play_episodes", interrupted)
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            script.main(args)
+    return only(Path("runs").iterdir())
+
+
+IN_EVALUATIONS = [("random", signal.SIGINT), ("offline 50", signal.SIGTERM), ("offline 100", USR1)]
+IN_EVALUATIONS += [("final", signal.SIGTERM)]
+
+
+@pytest.mark.parametrize(("name", "number"), IN_EVALUATIONS)
+def test_signal_in_an_evaluation(
+    name: str, number: int, whole: Callable, teacher: Path, evaluations: list[str]
+) -> None:
+    """The evaluation ends at once, the resumed run repeats it, and the results are the same."""
+    expected = whole(qdagger)
+    run_dir = stop_in_evaluation(qdagger, args_of(qdagger, teacher), name, number)
+    resume(qdagger, run_dir)
+    assert results(run_dir) == expected
+    assert list(dict.fromkeys(evaluations)) == EVALUATIONS
+
+
+@SCRIPTS
+def test_signal_in_an_evaluation_during_the_online_phase(
+    script: Any, whole: Callable, teacher: Path, evaluations: list[str]
+) -> None:
+    """The same holds there, but for what follows from the new episodes.
+
+    Every 101 steps, the first steps of both environments that reach a multiple are 102 and 202.
+    """
+    scalars, models = whole(script)
+    run_dir = stop_in_evaluation(script, args_of(script, teacher), "online 102", signal.SIGTERM)
+    resume(script, run_dir)
+    assert_same_steps(run_dir, scalars)
+    found_scalars, found_models = results(run_dir)
+    offline = 100 if script in QDAGGER else 0
+    tag = "charts/online/avg_episodic_return"
+    assert [step for step, _ in found_scalars[tag]] == [offline + 102, offline + 202]
+    assert found_scalars[tag] == scalars[tag]
+    assert found_models.keys() == models.keys()
+    before = f"{script.__name__}-online-102"
+    assert found_models[before] == models[before]
+    assert evaluations == (EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
+
+
+def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each log point, evaluation and update of the target network comes once, wherever and how often a run stops."""
+    moved = []
+    update_target = qdagger.Student.update_target
+    monkeypatch.setattr(qdagger.Student, "update_target", lambda *args: moved.append(True) or update_target(*args))
+    args = args_of(qdagger, teacher, offline_steps=203, offline_eval_frequency=70, target_network_frequency=40)
+    for done in (36, 38, 40, 102, 140, 202, 203):
+        run_dir = stop(qdagger, args, offline_update=done)
+        args = parse_args(qdagger.Args, ["--resume", str(run_dir)])
+    assert len(moved) == 5
+    for done in (2, 12, 200):
+        stop(qdagger, args, online_step=done)
+    resume(qdagger, run_dir, "--total-timesteps", 400)
+    assert len(moved) == 5 + 1 + 400 // 40  # one at the end of the offline phase
+    steps = steps_of(run_dir)
+    for tag in ("loss", "q_loss", "distill_loss", "updates_per_second"):
+        assert steps[f"charts/offline/{tag}"] == [100, 200], tag
+    assert steps["charts/offline/avg_episodic_return"] == [70, 140, 203]
+    for tag in ("charts/SPS", "charts/epsilon", "charts/distill_coeff"):
+        assert steps[tag] == [203 + step - 2 for step in (100, 200, 300, 400)], tag
+    names = ["offline 70", "offline 140", "offline 203", "online 102", "online 202", "online 304"]
+    assert evaluations == ["teacher", "random", *names, "final"]
+    models = {path.stem.removeprefix(f"{STUDENT}-") for path in run_dir.glob("*-*.cleanrl_model")}
+    assert models == {name.replace(" ", "-") for name in names}
+
+
+@pytest.mark.parametrize(("script", "steps"), [(qdagger, 10), (qdagger_jax, 0)])
+def test_training_that_is_ended(script: Any, steps: int, teacher: Path, evaluations: list[str]) -> None:
+    """The student is evaluated also if --total-timesteps is now below its steps, and below --learning-starts."""
+    run_dir = stop(script, args_of(script, teacher, offline_steps=1), online_step=120)
+    resume(script, run_dir, "--total-timesteps", steps)
+    assert evaluations[-1] == "final"
+
+
+def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
+    """Notebooks and Ray may call main in a thread, where Python has no signal handlers; checkpoints are saved."""
+    with ThreadPoolExecutor() as executor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "finish", lambda self, returns: None)
+        executor.submit(qdagger.main, args_of(qdagger, teacher)).result()
+    resume(qdagger, only(Path("runs").iterdir()))
+    assert evaluations == [*EVALUATIONS, "final"]
+
+
+@SCRIPTS
+def test_first_checkpoint_comes_before_the_first_phase(
+    script: Any, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk where no checkpoint can be saved is noticed at the start."""
+
+    def save(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(UserError, match="No space left on device; make room or allow it, then start it again"):
+        script.main(args_of(script, teacher))
+    assert not evaluations
+
+
+# ==================== state ====================
+
+
+def test_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restored optimizer has the saved state, in the memory layout of its parameters, and settings of its own."""
+    hardware = qdagger.Hardware(torch.device("cpu"), False, torch.channels_last)
+    saved, restored = (qdagger.Student(qdagger.Args(learning_rate=rate), 4, hardware) for rate in (0.5, 0.01))
+    restored.optimizer.param_groups[0]["fused"] = False
+    for parameter in saved.q_network.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.optimizer.step()
+    restored.load(saved.dump())
+    group = restored.optimizer.param_groups[0]
+    assert (group["lr"], group["fused"]) == (0.01, False)
+    assert torch.equal(restored.generator.get_state(), saved.generator.get_state())
+    for parameter, other in zip(saved.q_network.parameters(), restored.q_network.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            array = restored.optimizer.state[other][name]
+            assert torch.equal(array, saved.optimizer.state[parameter][name])
+            assert array.stride() == other.stride()
+
+
+@pytest.mark.parametrize("script", QDAGGER, ids=lambda script: script.__name__)
+def test_script_that_was_changed(
+    script: Any, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another network, another optimizer or more state ends a resumed run in one line."""
+    run_dir = stop(script, args_of(script, teacher, offline_steps=1), offline_update=1)
+    changes = [(script, "QNetwork", NETWORKS[script]), (optax, "adam", optax.sgd)]
+    for change in changes if script is qdagger_jax else changes[:1]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*change)
+            with pytest.raises(UserError, match="the checkpoint does not fit this script") as error:
+                resume(script, run_dir)
+        assert len(str(error.value).splitlines()) == 1
+    args = parse_args(script.Args, ["--resume", str(run_dir)])
+    with pytest.raises(UserError, match="does not fit this script: 'new'"), Run(args, new=np.random.default_rng()):
+        pass
+
+
+@pytest.mark.parametrize("script", QDAGGER, ids=lambda script: script.__name__)
+def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path: Path) -> None:
+    """A resumed run with other weights in the teacher's file ends in one line, also if it is resumed again."""
+    directory = write_teacher(tmp_path / "teacher")
+    run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
+    write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
+    errors = []
+    for _ in range(2):  # an error is kept with its traceback, as in a notebook
+        with pytest.raises(UserError, match="another file than at the start; give that file or revision") as error:
+            resume(script, run_dir)
+        errors.append(error)
+
+
+# ==================== divergence ====================
+
+
+def poison(script: Any, learner: Any, *names: str) -> None:
+    """Make the first weight of networks infinite: ``target`` or ``online``."""
+    for name in names:
+        if script in (qdagger, dqn_atari):
+            network = learner.target_network if name == "target" else learner.q_network
+            next(network.parameters()).data[0, 0, 0, 0] = torch.inf
+        else:
+            entry = "target_params" if name == "target" else "params"
+            params = jax.tree.map(lambda array: array + jnp.inf, getattr(learner.state, entry))
+            learner.state = learner.state._replace(**{entry: params})
+
+
+@SCRIPTS
+def test_infinite_weights_are_not_saved_as_a_model(script: Any, small_networks: None, tmp_path: Path) -> None:
+    args = script.Args()
+    learner = LEARNERS[script](args, 4, script.choose_hardware(args))
+    learner.save(tmp_path / "good")
+    poison(script, learner, "online")
+    with pytest.raises(UserError, match=r"the training diverged to NaN or infinite values; .*--learning-rate"):
+        learner.save(tmp_path / "bad")
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
+
+
+DIVERGING = [(qdagger, {"offline_update": 20}), (qdagger_jax, {"offline_update": 20}), (qdagger, {"online_step": 104})]
+DIVERGING += [(dqn_atari, {"step": 104}), (dqn_atari_jax, {"step": 104})]
+
+
+@pytest.mark.parametrize(("script", "counters"), DIVERGING)
+def test_diverged(script: Any, counters: dict, teacher: Path, evaluations: list[str], whole: Callable) -> None:
+    """A network that becomes NaN ends the run in one line, before it is evaluated or logged."""
+    expected, _ = whole(script)
+    run_dir = stop(script, args_of(script, teacher), **counters)
+    evaluations.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LEARNERS[script], "update_target", lambda learner, tau: poison(script, learner, "target"))
+        with pytest.raises(UserError, match="diverged"):
+            resume(script, run_dir)
+    assert not evaluations
+    assert all(np.isfinite(value) for points in read_scalars(run_dir).values() for _, value in points)
+    resume(script, run_dir)
+    assert_same_steps(run_dir, expected)
+
+
+# ==================== flags ====================
+
+
+@pytest.fixture
+def stopped(evaluations: list[str], teacher: Path) -> Path:
+    """Return the directory of a run that was stopped before its online phase; it has 4 environments instead of 16."""
+    args = args_of(qdagger, teacher, offline_steps=1, hf_entity="somebody", num_envs=16)
+    return stop(qdagger, args, offline_update=1)
+
+
+def test_flags_of_a_resumed_run(stopped: Path, teacher: Path) -> None:
+    """They are those that the run uses; some may change; a repeated one contradicts nothing."""
+    flags = ["--resume", str(stopped)]
+    was = vars(args_of(qdagger, teacher, offline_steps=1, hf_entity="somebody", num_envs=4))
+    assert vars(parse_args(qdagger.Args, flags)) == was | {"resume": str(stopped)}
+    changes = {"total_timesteps": 999, "save_model": False, "batch_size": 2}
+    flags += ["--total-timesteps", "999", "--no-save-model", "--batch_size", "2", "--num-envs", "4"]
+    assert vars(parse_args(qdagger.Args, flags)) == was | changes | {"resume": str(stopped)}
+    for contradiction, words in (
+        ("--batch-size 32", "--batch-size is 32 .* 2"),  # the default, but given
+        ("--env_id PongNoFrameskip-v4", "--env-id is .Pong.* .Klax"),
+        ("--no-bf16", "--bf16 is False .* True"),
+        ("--num-envs 16", "--num-envs is 16 .* uses 4; leave out what changes it"),  # what the run was started with
+        ("--num-envs 2", "--num-envs is 2 .* uses 4;"),
+    ):
+        with pytest.raises(UserError, match=words):
+            parse_args(qdagger.Args, ["--resume", str(stopped), *contradiction.split()])
+
+
+def test_buffer_size_of_a_resumed_run(stopped: Path, evaluations: list[str]) -> None:
+    """It may change until the online phase has begun; after that the error is one line."""
+    args = parse_args(qdagger.Args, ["--resume", str(stopped), "--buffer-size", "600"])
+    stop(qdagger, args, online_step=120)
+    with pytest.raises(UserError, match=r"it has 150 steps .* now would have 100; leave --buffer-size out") as error:
+        resume(qdagger, stopped, "--buffer-size", 400)
+    assert len(str(error.value).splitlines()) == 1
+    resume(qdagger, stopped)
+    assert evaluations[-1] == "final"
+
+
+def test_finished_training_has_no_more_steps(teacher: Path, evaluations: list[str]) -> None:
+    """After training, --total-timesteps can't be raised, and --save-model can still be given."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "finish", lambda self, returns: sys.exit(0))
+        with pytest.raises(SystemExit):
+            qdagger.main(args_of(qdagger, teacher, save_model=False))
+    run_dir = only(Path("runs").iterdir())
+    with pytest.raises(UserError, match=r"deleted at the end of the training; leave --total-timesteps out"):
+        resume(qdagger, run_dir, "--total-timesteps", 999)
+    resume(qdagger, run_dir, "--save-model")
+    assert (run_dir / f"{STUDENT}.cleanrl_model").exists()
+
+
+def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
+    """No run, the run of another or a changed script, or a run that another process runs: one line each."""
+    for path, words in ((tmp_path / "no", "no such directory"), (tmp_path, "give the directory of a run")):
+        with pytest.raises(UserError, match=words):
+            parse_args(qdagger.Args, ["--resume", str(path)])
+    with pytest.raises(UserError, match=r"qdagger_dqn_atari_impalacnn\.py"):
+        parse_args(dqn_atari.Args, ["--resume", str(stopped)])
+    changed = dataclasses.make_dataclass("Args", [("new_flag", int, 1)], bases=(qdagger.Args,))
+    changed.__module__ = STUDENT
+    with pytest.raises(UserError, match="this script has other flags than the run; resume it with the script"):
+        parse_args(changed, ["--resume", str(stopped)])
+    args = parse_args(qdagger.Args, ["--resume", str(stopped)])
+    for directory in (stopped, tmp_path):  # the second one has no checkpoint yet
+        lock = lock_run(directory)
+        with pytest.raises(UserError, match="still running in another process; stop it first"):
+            parse_args(qdagger.Args, ["--resume", str(directory)])
+        with pytest.raises(UserError, match="still running in another process; stop it first"):
+            qdagger.main(dataclasses.replace(args, resume=str(directory)))
+        lock.release()
+
+
+# ==================== warnings ====================
+
+
+def warnings_of(output: Any) -> list[str]:
+    """Return the warnings in the output of the terminal."""
+    return [line for line in output.err.splitlines() if line.startswith("WARNING")]
+
+
+def test_resumed_under_other_versions(stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Versions are in the table of flags, and a run that is resumed under others prints both in a warning."""
+    (table,) = EventAccumulator(str(stopped)).Reload().Tensors("hyperparameters")
+    rows = table.tensor_proto.string_val[0].decode().splitlines()
+    was = versions()
+    assert {f"|versions|{was}|", f"|commit|{commit_of(Path(qdagger.__file__))}|", "|num_envs|4|"} <= set(rows)
+    now = was.replace("ale-py ", "ale-py 9.")
+    monkeypatch.setattr(run_module, "versions", lambda: now)
+    capsys.readouterr()
+    resume(qdagger, stopped)
+    (warning,) = [line for line in warnings_of(capsys.readouterr()) if "the run used" in line]
+    assert was in warning
+    assert now in warning
+
+
+def test_resumed_with_changed_code(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A script that was edited since it saved a checkpoint is one warning; the same script elsewhere is none."""
+    args = parse_args(qdagger.Args, ["--resume", str(stopped)])
+    script = tmp_path / "copy" / f"{STUDENT}.py"
+    script.parent.mkdir()
+    code = Path(qdagger.__file__).read_text(encoding="utf-8")
+    monkeypatch.setattr(qdagger.Args, "script", str(script))
+    for change, expected in (("", 0), ("# 1", 1), ("# 1", 0), ("# 2", 1)):
+        script.write_text(code + change, encoding="utf-8")
+        capsys.readouterr()
+        with Run(args, progress=qdagger.Progress()) as run:
+            warnings = warnings_of(capsys.readouterr())
+            script.write_text(code, encoding="utf-8")  # the process still runs what it has read
+            run.save()
+        assert ["was changed since" in warning for warning in warnings] == [True] * expected
+
+
+def test_a_damaged_checkpoint_is_one_warning(stopped: Path, capsys: pytest.CaptureFixture) -> None:
+    """The flags are read from the checkpoint before the run is made."""
+    sorted(stopped.glob("checkpoint/*.state"))[-1].write_bytes(b"")
+    capsys.readouterr()
+    resume(qdagger, stopped)
+    assert len([line for line in warnings_of(capsys.readouterr()) if "damaged" in line]) == 1
+
+
+# ==================== processes ====================
+
+LINES = """
+import runpy, sys
+from cleanrl_utils import run
+run.LINE_SECONDS = 0
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script, which prints a line about its progress after each step."""
+
+
+def newest_number(folder: Path) -> int:
+    """Return the number of the newest checkpoint of the run in ``folder``."""
+    return max((int(path.stem) for path in folder.glob("runs/*/checkpoint/*.state")), default=0)
+
+
+def progress_of(run_dir: Path) -> dict[str, Any]:
+    """Return the progress in the newest checkpoint."""
+    return json.loads(Checkpoints(run_dir).load(STUDENT)[1]["progress"])
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    """Wait until ``condition`` holds, while the process runs."""
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.posix
+def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
+    """Nohup, Ctrl-C pressed several times, and one that also ends the reader of the output: the run can be resumed."""
+    flags = [f"--{name}={value}" for name, value in dataclasses.asdict(tiny(teacher)).items() if name in (
+        "env_id", "teacher_policy_hf_repo", "num_envs", "buffer_size", "learning_starts", "batch_size", "end_e",
+        "teacher_steps", "teacher_eval_episodes",
+    )]  # fmt: skip
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags, "--offline-steps=100000"]
+    ignore_hangups = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    process = subprocess.Popen([*command, "--checkpoint-minutes=0.001"], preexec_fn=ignore_hangups, **options)
+    wait_for(lambda: newest_number(tmp_path) > 4, process)
+    process.send_signal(signal.SIGHUP)
+    number = newest_number(tmp_path)
+    wait_for(lambda: newest_number(tmp_path) > number + 1, process)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "\r" not in output
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    (command,) = (line.partition("resume with: ")[2] for line in output.splitlines() if "resume with: " in line)
+    assert command.startswith("python ")
+    assert "stopped by SIGINT" in output
+
+    done = progress_of(run_dir)
+    command = [sys.executable, "-c", LINES, *shlex.split(command)[1:], "--checkpoint-minutes=1000"]
+    process = subprocess.Popen(command, **options)
+    output = b""
+    while b"of 100,000 updates, " not in output:  # the offline phase begins
+        output += os.read(process.stdout.fileno(), 1000)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(120) in (130, 141)
+    now = progress_of(run_dir)
+    assert (now["teacher_step"], now["offline_update"]) > (done["teacher_step"], done["offline_update"])
+
+
+FULL_DISK = """
+import os, resource, signal, sys, tempfile
+import helpers, qdagger_dqn_atari_impalacnn as qdagger
+from cleanrl_utils.errors import one_line_errors
+from cleanrl_utils.run import parse_args
+qdagger.QNetwork = helpers.SmallNetwork
+tempfile.gettempdir()  # found now, as the disk of /tmp is not full
+
+def run(limit, flags):
+    if os.fork() == 0:
+        with one_line_errors():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            qdagger.main(parse_args(qdagger.Args, flags))
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.wait()[1])
+
+for limit in map(int, sys.argv[1].split()):
+    os.makedirs(str(limit))
+    os.chdir(str(limit))
+    print("limit", limit, file=sys.stderr)
+    code = run(limit, sys.argv[2:])
+    print("exit code", code, flush=True, file=sys.stderr)
+    os.chdir("..")
+if os.path.isdir("100000/runs"):
+    os.chdir("100000")
+    print("resumed", run(-1, ["--resume", "runs/" + os.listdir("runs")[0]]), file=sys.stderr)
+"""
+
+
+@pytest.mark.posix
+def test_full_disk(teacher: Path, tmp_path: Path) -> None:
+    """A run ends in one line: at the start, before the teacher's evaluation, or later; then it can be resumed."""
+    args = args_of(qdagger, teacher)
+    flags = [f"--{name}={value}" for name, value in vars(args).items() if value != getattr(qdagger.Args(), name)]
+    flags = [flag.replace("=True", "") for flag in flags]
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, (REPO, REPO / "cleanrl", REPO / "tests")))}
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "0 3000 100000", *flags],
+        cwd=tmp_path,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    errors = [line for line in result.stderr.splitlines() if line.strip() and "WARNING: the teacher" not in line]
+    for i, limit in enumerate((0, 3000, 100_000)):
+        start, error, end = errors[3 * i : 3 * i + 3]
+        assert (start, end) in {(f"limit {limit}", f"exit code {code}") for code in (1, 2)}
+        assert error.startswith("error: ")
+        assert "File too large" in error
+        assert "make room" in error
+    assert errors[9:] == ["resumed 0"]
+    evaluations = result.stdout.count("teacher: return")
+    assert evaluations == 2, "the teacher was evaluated before the first checkpoint"  # once before and once resumed
+    steps = steps_of(only((tmp_path / "100000" / "runs").iterdir()))
+    assert steps["charts/offline/loss"] == [100]
+    assert steps["charts/SPS"] == [198, 298, 398]
