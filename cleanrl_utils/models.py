@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 from huggingface_hub import errors, utils
 
-from cleanrl_utils.errors import one_line, user_errors
+from cleanrl_utils.errors import one_line, user_errors, warn
 
 Arrays = dict[str, np.ndarray]  # by name
 # The models in a repository, as arguments of the hub's functions. rl-baselines3-zoo uploads its logs as a zip file.
@@ -82,7 +82,7 @@ def download_models(repo: str) -> Path:
     try:
         return Path(hf.snapshot_download(name, revision=revision or None, **MODEL_FILES))
     except errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
-        print(f"WARNING: the hub can't be reached, and not all models of {repo} are cached")
+        warn(f"the hub can't be reached, and not all models of {repo} are cached")
         return Path(error.snapshot_path)
     except errors.LocalEntryNotFoundError as error:  # the hub can't be reached
         raise (error.__cause__ or error) from None  # its cause is one line
