@@ -24,12 +24,12 @@ help:
 	@echo "make demo-jax       the same in JAX"
 	@echo "make test           run the tests, 5 to 7 minutes on 2 cores"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
-	@echo "make test-slurm     run the tests that need a running Slurm, 6 minutes"
+	@echo "make test-slurm     run the tests that need a running Slurm, 5 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
 	@echo "make test-lowest    run the tests with the lowest versions that pyproject.toml allows, on Python 3.11"
 	@echo "make lint           run ruff check and ruff format --check"
-	@echo "make benchmark      measure the speed of both scripts on Pong"
-	@echo "make benchmark-gpu  measure the speed of both scripts on an NVIDIA GPU, and write gpu-speed.md"
+	@echo "make benchmark      measure the speed of both scripts on Pong, and print the hours of a default run"
+	@echo "make benchmark-gpu  run the tests that need an NVIDIA GPU, then measure the speed of both scripts on it"
 	@echo "make docs           build the documentation in site/"
 	@echo "make docs-serve     serve the documentation at http://127.0.0.1:8000 and rebuild it after each change"
 	@echo "make requirements   update the pinned versions in requirements/"
@@ -63,10 +63,10 @@ test-lowest:
 
 # These two install nothing, as the pinned versions of JAX can't use a GPU. They run `python`, or PYTHON if it is set.
 test-gpu:
-	benchmark/gpu.sh tests
+	QDAGGER_TEST_GPU=1 $${PYTHON:-python} -m pytest -m gpu tests/test_gpu.py
 
 benchmark-gpu:
-	benchmark/gpu.sh speed
+	benchmark/gpu.sh
 
 # Needs a running Slurm; without one, the tests are skipped.
 test-slurm: $(VENV)/test

@@ -1,7 +1,7 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # DQN teachers for the games of qdagger.sh: three seeds, both libraries, full size. Use a GPU.
 # Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
-set -euo pipefail
+set -eu
 cd "$(dirname "$0")/.."
 for script in dqn_atari dqn_atari_jax; do
     # A failed run (exit code 1) does not stop the other library's.

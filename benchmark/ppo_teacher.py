@@ -1,9 +1,10 @@
 """Train a teacher with stable-baselines3's PPO and the Atari hyperparameters of rl-baselines3-zoo.
 
-    python benchmark/ppo_teacher.py --env-id BreakoutNoFrameskip-v4 --out ppo-BreakoutNoFrameskip-v4.zip
+    python benchmark/ppo_teacher.py --env-id BreakoutNoFrameskip-v4
 
-SIGTERM saves the model, and the same command continues. A finished model is saved without the state of the optimizer,
-as a file of 7 MB instead of 20. stable-baselines3 is in the extra `test`.
+The directory runs/{env_id}__ppo_teacher__{seed} is the teacher. SIGTERM saves the model, and the same command resumes.
+A finished model is saved without the state of the optimizer, as a file of 7 MB instead of 20. stable-baselines3 is in
+the extra `test`.
 """
 
 import signal
@@ -26,8 +27,6 @@ SAVE_SECONDS = 600.0
 
 @dataclass
 class Args:
-    out: Path
-    """the zip file to write"""
     env_id: str = "BreakoutNoFrameskip-v4"
     """the environment"""
     total_timesteps: int = 2000000
@@ -63,22 +62,29 @@ class SaveAndStop(BaseCallback):
 
 
 def main(args: Args) -> None:
+    run_dir = Path("runs", f"{args.env_id.replace('/', '-')}__ppo_teacher__{args.seed}")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    print(f"run directory: {run_dir}", flush=True)  # the benchmark runner reads it
+    model_path = run_dir / "ppo_teacher.zip"
     gym.register_envs(ale_py)
     envs = VecFrameStack(make_atari_env(args.env_id, n_envs=8, seed=args.seed), n_stack=4)
     schedules = {"learning_rate": LinearSchedule(2.5e-4, 0.0, 1.0), "clip_range": LinearSchedule(0.1, 0.0, 1.0)}
-    if args.out.exists():
-        model = PPO.load(args.out, env=envs, **schedules)
+    if model_path.exists():
+        model = PPO.load(model_path, env=envs, **schedules)
     else:
         hyperparameters = {"n_steps": 128, "n_epochs": 4, "batch_size": 256, "vf_coef": 0.5, "ent_coef": 0.01}
         model = PPO("CnnPolicy", envs, seed=args.seed, verbose=1, **hyperparameters, **schedules)
-    callback = SaveAndStop(args.out)
+    callback = SaveAndStop(model_path)
     # `learn` adds the steps that are done already, so that the schedules end at `total_timesteps`.
     steps_left = args.total_timesteps - model.num_timesteps
     model.learn(steps_left, callback, log_interval=20, reset_num_timesteps=False)
-    if model.num_timesteps >= args.total_timesteps:
+    finished = model.num_timesteps >= args.total_timesteps
+    if finished:
         model.policy.optimizer.state.clear()  # two thirds of the file; only training needs it
     callback.save()
-    print(f"saved {args.out} after {model.num_timesteps:,} steps")
+    print(f"saved {model_path} after {model.num_timesteps:,} steps")
+    if finished:
+        (run_dir / "finished").touch()
 
 
 if __name__ == "__main__":

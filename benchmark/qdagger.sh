@@ -1,7 +1,7 @@
-#!/usr/bin/env bash
+#!/bin/sh
 # QDagger with teachers from the hub: three games, three seeds, both libraries, full size. Use a GPU.
 # Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
-set -euo pipefail
+set -eu
 cd "$(dirname "$0")/.."
 for script in qdagger_dqn_atari_impalacnn qdagger_dqn_atari_jax_impalacnn; do
     # A failed run (exit code 1) does not stop the other library's.

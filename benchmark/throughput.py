@@ -2,19 +2,16 @@
 
     python benchmark/throughput.py [--backend jax] [--against OTHER_CHECKOUT/cleanrl/qdagger_dqn_atari_impalacnn.py]
 
-With ``--against``, two scripts run in turns, so that a machine that slows down slows both. With ``--busy 2``, two other
-processes compute beside them. Flags of the scripts, such as ``--no-bf16``, are passed on. Speeds are measured between
-two logged points, after compilation.
+With ``--against``, two scripts run in turns, so that a machine that slows down slows both. Flags of the scripts, such
+as ``--no-bf16``, are passed on. Speeds are measured between two logged points, after compilation.
 """
 
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,16 +19,18 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
+from cleanrl_utils.benchmark import exit_text  # noqa: E402
 from cleanrl_utils.device import available_cores  # noqa: E402
 from cleanrl_utils.errors import UserError, one_line_errors  # noqa: E402
 
 STEMS = {"torch": "qdagger_dqn_atari_impalacnn", "jax": "qdagger_dqn_atari_jax_impalacnn"}
-PHASES = ("teacher data, steps/s", "offline, updates/s", "online, steps/s")
+# The phases, with their lengths by default: teacher_steps, offline_steps and total_timesteps.
+PHASES = {"teacher data, steps/s": 500_000, "offline, updates/s": 500_000, "online, steps/s": 10_000_000}
 LEARNING_STARTS = 1000
-BUSY_LOOP = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(100_000))"  # until the parent ends
 
 
 @dataclass
@@ -50,8 +49,6 @@ class Args:
     """offline updates in each run, at least 200"""
     online_steps: int = 1600
     """environment steps of the online phase with updates in each run, at least 300"""
-    busy: int = 0
-    """processes that compute beside the scripts, as on a machine that does other work"""
 
 
 def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], str]:
@@ -82,7 +79,7 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if run.returncode:
             print(run.stderr, file=sys.stderr)
-            raise UserError(f"{script} ended with exit code {run.returncode}; its output is above")
+            raise UserError(f"{script}: {exit_text(run.returncode)}; its output is above")
         (run_dir,) = Path(folder, "runs").iterdir()
         events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     offline = events.Scalars("charts/offline/updates_per_second")
@@ -96,14 +93,9 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
     return speeds, next((line for line in run.stdout.splitlines() if line.startswith("device: ")), "device: unknown")
 
 
-@contextmanager
-def busy_loops(number: int) -> Iterator[None]:
-    """Run ``number`` processes that compute until the block ends, or this process if it is killed."""
-    with ExitStack() as stack:
-        for _ in range(number):
-            loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", BUSY_LOOP, str(os.getpid())]))
-            stack.callback(loop.kill)
-        yield
+def hours(speeds: Sequence[float]) -> float:
+    """Return the hours of a run with default flags, without its evaluations, at these speeds of the phases."""
+    return sum(length / speed for length, speed in zip(PHASES.values(), speeds, strict=True)) / 3600
 
 
 def processor() -> str:
@@ -121,16 +113,18 @@ def main(args: Args, flags: list[str]) -> None:
     for script in scripts:
         if not script.is_file():
             raise UserError(f"{script} is no file; give the path of a script")
-    with busy_loops(args.busy):
-        results = [[measure(script.resolve(), args, flags) for script in scripts] for _ in range(args.rounds)]
-    beside = f"; beside {args.busy} busy processes" if args.busy else ""
-    print(f"{processor()}; {results[0][0][1]}; {args.rounds} runs {' '.join(flags)}{beside}\n")
+    results = [[measure(script.resolve(), args, flags) for script in scripts] for _ in range(args.rounds)]
+    runs = "1 run" if args.rounds == 1 else f"{args.rounds} runs"
+    print(f"{processor()}; {results[0][0][1]}; {runs} {' '.join(flags)}\n")
     print("|", " | ".join(["phase", *map(str, scripts), *["ratio"] * (len(scripts) - 1)]), "|")
     print("|---" * (2 * len(scripts)) + "|")
-    for i, phase in enumerate(PHASES):
-        medians = [statistics.median(column[0][i] for column in columns) for columns in zip(*results, strict=True)]
-        ratio = [f"{medians[0] / medians[1]:.2f}"] if args.against else []
-        print("|", " | ".join([phase, *(f"{median:.1f}" for median in medians), *ratio]), "|")
+    medians = np.median([[speeds for speeds, _ in of_round] for of_round in results], axis=0)  # (scripts, phases)
+    for phase, of_phase in zip(PHASES, medians.T, strict=True):
+        ratio = [f"{of_phase[0] / of_phase[1]:.2f}"] if args.against else []
+        print("|", " | ".join([phase, *(f"{speed:.1f}" for speed in of_phase), *ratio]), "|")
+    print()
+    for script, speeds in zip(scripts, medians, strict=True):
+        print(f"the default run of {script} would take {hours(speeds):.1f} hours here, without evaluations")
 
 
 if __name__ == "__main__":

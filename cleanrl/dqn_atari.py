@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.device import TorchHardware as Hardware
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
@@ -33,11 +34,12 @@ from cleanrl_utils.files import atomic_write
 from cleanrl_utils.run import Run, parse_args
 
 LOG_EVERY = 100  # environment steps
-RECENT_EPISODES = 10  # training episodes whose mean return is shown
 
 
 @dataclass
 class Args:
+    """The flags. A resumed run keeps those without MAY_CHANGE. Range has the values that are allowed."""
+
     script: ClassVar[str] = __file__
 
     exp_name: str = Path(__file__).stem
@@ -49,7 +51,7 @@ class Args:
     cuda: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: Annotated[bool, MAY_CHANGE] = True
-    """if toggled, a GPU runs each update as one CUDA graph, with the same results"""
+    """if toggled, a GPU runs updates and forward passes as CUDA graphs, with the same results"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
@@ -120,7 +122,6 @@ class Progress:
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
     step: int = 0  # environment steps
-    recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
 class QNetwork(nn.Module):
@@ -142,19 +143,11 @@ class QNetwork(nn.Module):
             return self.network[-1](hidden.float())
 
 
-class Hardware(NamedTuple):
-    """The hardware on which the networks compute, and how."""
-
-    device: torch.device
-    bf16: bool  # whether hidden layers compute in bfloat16
-    memory_format: torch.memory_format  # in which convolutions are fastest
-
-
 def choose_hardware(args: Args) -> Hardware:
     """Choose device, precision and algorithms."""
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
-    return Hardware(*set_up_torch(args.cuda, args.bf16))
+    return set_up_torch(args.cuda, args.bf16, args.cuda_graph)
 
 
 class Record(NamedTuple):
@@ -181,14 +174,14 @@ class Batch(NamedTuple):
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on the device of the networks.
 
-    Step t of each environment is in slot t % ``length`` of the ring.
+    Here, a step is one of each environment: step t is in slot t % ``length`` of the ring.
     """
 
     def __init__(self, size: int, num_envs: int, n_step: int, hardware: Hardware):
         self.length = size // num_envs  # steps of each environment
         self.size = self.length * num_envs
         self.n_step = n_step
-        self.steps_added = 0  # of each environment
+        self.steps_added = 0
         self.age = np.zeros(num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, num_envs)
         self.ring = Record(
@@ -199,7 +192,8 @@ class Replay:
             age=torch.empty(shape, dtype=torch.int32, device=hardware.device),
             valid=torch.empty(shape, dtype=torch.bool, device=hardware.device),
         )
-        self.gradient_step = None  # of :class:`Agent`: a CUDA graph reads this ring, and ends with it
+        # Set by `Agent.update`. It is kept here since a CUDA graph reads this ring: both are freed together.
+        self.gradient_step = None
 
     def add(self, observation: np.ndarray, action: np.ndarray, result: StepResult) -> None:
         """Add a step of each environment: the observation before it, the action taken and the result; arrays (N, …)."""
@@ -207,9 +201,9 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,  # a truncated episode bootstraps from its last observation, in the next step
+            terminated=result.terminated,  # a truncated episode bootstraps from the observation in the next record
             age=self.age,
-            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
+            valid=~result.reset,  # the step after the end of an episode only resets it: its action is ignored
         )
         slot = self.steps_added % self.length
         for array, value in zip(self.ring, record, strict=True):
@@ -246,13 +240,14 @@ def sample(
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
     candidates = (8, batch_size)
+    # In float32, the fraction could round up to `high`.
     fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
     t = low + (fraction * (high - low)).long()
     env = torch.randint(0, num_envs, candidates, generator=generator, device=generator.device)
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
-    # If all 8 are final observations, as is next to impossible, take the step before the first of them.
+    # If none of the 8 is valid, which is next to impossible, take the step before the first of them.
     t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -289,6 +284,13 @@ def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tens
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
+@torch.no_grad()
+def forward_pass(network: nn.Module, hardware: Hardware, observation: torch.Tensor) -> torch.Tensor:
+    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+    with torch.autocast(hardware.device.type, torch.bfloat16, enabled=hardware.bf16):
+        return network(observation)
+
+
 class Losses(NamedTuple):
     """The loss and the mean Q-value in it."""
 
@@ -323,22 +325,21 @@ class Agent:
         capturable = hardware.device.type == "cuda"
         parameters = self.q_network.parameters()
         self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        forward = functools.partial(forward_pass, self.q_network, hardware)
+        self.forward = cuda_graph(forward, self.generator, hardware.cuda_graph)
         self.loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
 
-    @torch.no_grad()
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
-            return self.q_network(to_device(observation, self.hardware.device)).cpu().numpy()
+        return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
     def update(self, replay: Replay) -> Losses:
         """Make a gradient step; the next one may overwrite the returned losses."""
         if replay.gradient_step is None:
-            step = functools.partial(self.gradient_step, replay.ring)
-            enabled = self.args.cuda_graph and self.hardware.device.type == "cuda"
-            replay.gradient_step = cuda_graph(step, self.generator, enabled)
-        steps = replay.sampled_steps()
-        return replay.gradient_step(steps.start, steps.stop)
+            function = functools.partial(self.gradient_step, replay.ring)
+            replay.gradient_step = cuda_graph(function, self.generator, self.hardware.cuda_graph)
+        sampled = replay.sampled_steps()
+        return replay.gradient_step(sampled.start, sampled.stop)
 
     def gradient_step(self, ring: Record, low: int, high: int) -> Losses:
         """Make a gradient step on transitions of steps [low, high); both are tensors in a CUDA graph."""
@@ -425,7 +426,7 @@ def main(args: Args) -> None:
     agent = Agent(args, envs.num_actions, hardware)
     rng = np.random.default_rng(args.seed)
     progress = Progress()
-    run = Run(args, progress=progress, agent=agent, rng=rng)  # all that a checkpoint holds
+    run = Run(args, progress=progress, agent=agent, rng=rng)  # a checkpoint holds these
 
     def evaluate(name: str, epsilon: float) -> float:
         """Play whole episodes, keep their returns, and return the mean."""
@@ -437,7 +438,7 @@ def main(args: Args) -> None:
         progress.returns[name] = play_episodes(name, act, args.eval_episodes, make_envs, args.seed, run.video_dir)
         return float(np.mean(progress.returns[name]))
 
-    with run:  # makes or resumes it; in the training, a signal ends it after a checkpoint
+    with run:  # a checkpoint of a resumed run is restored here; in the training, a signal ends it after a checkpoint
         # ==================== evaluate random policy ====================
         if "random" not in progress.returns:
             run.log("charts/random/avg_episodic_return", evaluate("random", 1.0), 0)
@@ -452,7 +453,7 @@ def main(args: Args) -> None:
             steps = range(progress.step, args.total_timesteps, args.num_envs)
             for global_step in run.steps("training", "step", steps):
                 next_step = global_step + args.num_envs
-                # Before the updates of the step, so that a run resumed from the checkpoint begins with the evaluation.
+                # Before the updates of the step: a run resumed from the checkpoint begins with the evaluation.
                 if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
                     agent.save(run.model_path(f"-online-{global_step}"))
                     run.save(replay)
@@ -467,7 +468,7 @@ def main(args: Args) -> None:
                 if global_step >= args.learning_starts and replay.sampled_steps():
                     for _ in range(times_due(global_step, next_step, args.train_frequency)):
                         losses = agent.update(replay)
-                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
+                    # More than one may be due if the frequency is below num_envs; with tau = 1, one would do.
                     for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                         agent.update_target(args.tau)
 
@@ -482,12 +483,11 @@ def main(args: Args) -> None:
                         run.log("losses/td_loss", losses.td_loss, global_step)
                         run.log("losses/q_values", losses.q_values, global_step)
                 for env, episodic_return, length in result.episodes:
-                    progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
                     run.log("charts/episodic_return", episodic_return, global_step + env)
                     run.log("charts/episodic_length", length, global_step + env)
-                    run.show(f"return {np.mean(progress.recent_returns):.1f}")
+                    run.show(f"return {episodic_return}")
                 run.save_if_due(replay)
 
         # ==================== save and evaluate ====================

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.device import JaxHardware as Hardware
 from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import play_episodes
@@ -31,11 +32,12 @@ from cleanrl_utils.run import Run, parse_args
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
 
 LOG_EVERY = 100  # environment steps
-RECENT_EPISODES = 10  # training episodes whose mean return is shown
 
 
 @dataclass
 class Args:
+    """The flags. A resumed run keeps those without MAY_CHANGE. Range has the values that are allowed."""
+
     script: ClassVar[str] = __file__
 
     exp_name: str = Path(__file__).stem
@@ -110,7 +112,6 @@ class Progress:
 
     returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
     step: int = 0  # environment steps
-    recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
 class QNetwork(nn.Module):
@@ -142,17 +143,9 @@ def init_params(network: nn.Module, key: jax.Array) -> Params:
     return unflatten_dict(params)
 
 
-class Hardware(NamedTuple):
-    """The hardware on which the networks compute, and how."""
-
-    device: jax.Device
-    dtype: jnp.dtype  # of all layers but the last
-
-
 def choose_hardware(args: Args) -> Hardware:
     """Choose device and precision."""
-    dtype = set_up_jax(args.bf16)  # before anything else of JAX
-    return Hardware(jax.devices()[0], dtype)
+    return set_up_jax(args.bf16)
 
 
 class Record(NamedTuple):
@@ -179,14 +172,14 @@ class Batch(NamedTuple):
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on the device of the networks.
 
-    Step t of each environment is in slot t % ``length`` of the ring.
+    Here, a step is one of each environment: step t is in slot t % ``length`` of the ring.
     """
 
     def __init__(self, size: int, num_envs: int, n_step: int, hardware: Hardware):
         self.length = size // num_envs  # steps of each environment
         self.size = self.length * num_envs
         self.n_step = n_step
-        self.steps_added = 0  # of each environment
+        self.steps_added = 0
         self.age = np.zeros(num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, num_envs)
         self.ring = Record(
@@ -204,9 +197,9 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,  # a truncated episode bootstraps from its last observation, in the next step
+            terminated=result.terminated,  # a truncated episode bootstraps from the observation in the next record
             age=self.age,
-            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
+            valid=~result.reset,  # the step after the end of an episode only resets it: its action is ignored
         )
         one_step = jax.tree.map(lambda array: array[None], record)
         self.ring = write_slots(self.ring, self.steps_added % self.length, one_step)
@@ -223,10 +216,8 @@ class Replay:
     def read(self, low: int, high: int) -> dict[str, np.ndarray]:
         """Return the arrays of slots [low, high)."""
         # Compiled once per number of slots; an index compiles for each slot.
-        arrays = {
-            name: jax.lax.dynamic_slice_in_dim(array, low, high - low) for name, array in self.ring._asdict().items()
-        }
-        return jax.tree.map(np.asarray, arrays)
+        ring = jax.tree.map(lambda array: np.asarray(jax.lax.dynamic_slice_in_dim(array, low, high - low)), self.ring)
+        return ring._asdict()
 
     def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
         """Write what :meth:`read` returned to the slots from ``low`` on."""
@@ -234,8 +225,7 @@ class Replay:
 
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
-        valid = self.ring.valid.at[(self.steps_added - 1) % self.length].set(False)
-        self.ring = self.ring._replace(valid=valid)
+        self.ring = self.ring._replace(valid=self.ring.valid.at[(self.steps_added - 1) % self.length].set(False))
         self.age = np.zeros_like(self.age)
 
 
@@ -256,7 +246,7 @@ def sample(ring: Record, low: int, high: int, batch_size: int, key: jax.Array, n
     first_valid = ring.valid[t % length, env].argmax(axis=0, keepdims=True)
     t = jnp.take_along_axis(t, first_valid, 0)[0]
     env = jnp.take_along_axis(env, first_valid, 0)[0]
-    # If all 8 are final observations, as is next to impossible, take the step before the first of them.
+    # If none of the 8 is valid, which is next to impossible, take the step before the first of them.
     t = jnp.where(ring.valid[t % length, env], t, jnp.maximum(t - 1, low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -353,8 +343,8 @@ class Agent:
 
     def update(self, replay: Replay) -> Losses:
         """Make a gradient step."""
-        steps = replay.sampled_steps()
-        self.state, losses = self.compiled_gradient_step(self.state, replay.ring, steps.start, steps.stop)
+        sampled = replay.sampled_steps()
+        self.state, losses = self.compiled_gradient_step(self.state, replay.ring, sampled.start, sampled.stop)
         return losses
 
     def gradient_step(self, state: TrainState, ring: Record, low: int, high: int) -> tuple[TrainState, Losses]:
@@ -374,7 +364,8 @@ class Agent:
 
     def update_target(self, tau: float) -> None:
         """Move the target network towards the Q-network by the fraction ``tau``."""
-        self.state = move_target(self.state, tau)
+        target_params = jax.jit(optax.incremental_update)(self.state.params, self.state.target_params, tau)
+        self.state = self.state._replace(target_params=target_params)
 
     def save(self, path: Path) -> None:
         """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads; UserError if one is NaN."""
@@ -393,12 +384,6 @@ class Agent:
             if old.shape != new.shape:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
         self.state = jax.tree.map(jnp.asarray, state)  # NumPy's would be copied to the GPU at each use
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def move_target(state: TrainState, tau: float) -> TrainState:
-    """Move the target network towards the Q-network by the fraction ``tau``."""
-    return state._replace(target_params=optax.incremental_update(state.params, state.target_params, tau))
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -436,7 +421,7 @@ def main(args: Args) -> None:
     agent = Agent(args, envs.num_actions, hardware)
     rng = np.random.default_rng(args.seed)
     progress = Progress()
-    run = Run(args, progress=progress, agent=agent, rng=rng)  # all that a checkpoint holds
+    run = Run(args, progress=progress, agent=agent, rng=rng)  # a checkpoint holds these
 
     def evaluate(name: str, epsilon: float) -> float:
         """Play whole episodes, keep their returns, and return the mean."""
@@ -448,7 +433,7 @@ def main(args: Args) -> None:
         progress.returns[name] = play_episodes(name, act, args.eval_episodes, make_envs, args.seed, run.video_dir)
         return float(np.mean(progress.returns[name]))
 
-    with run:  # makes or resumes it; in the training, a signal ends it after a checkpoint
+    with run:  # a checkpoint of a resumed run is restored here; in the training, a signal ends it after a checkpoint
         # ==================== evaluate random policy ====================
         if "random" not in progress.returns:
             run.log("charts/random/avg_episodic_return", evaluate("random", 1.0), 0)
@@ -463,7 +448,7 @@ def main(args: Args) -> None:
             steps = range(progress.step, args.total_timesteps, args.num_envs)
             for global_step in run.steps("training", "step", steps):
                 next_step = global_step + args.num_envs
-                # Before the updates of the step, so that a run resumed from the checkpoint begins with the evaluation.
+                # Before the updates of the step: a run resumed from the checkpoint begins with the evaluation.
                 if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
                     agent.save(run.model_path(f"-online-{global_step}"))
                     run.save(replay)
@@ -478,7 +463,7 @@ def main(args: Args) -> None:
                 if global_step >= args.learning_starts and replay.sampled_steps():
                     for _ in range(times_due(global_step, next_step, args.train_frequency)):
                         losses = agent.update(replay)
-                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
+                    # More than one may be due if the frequency is below num_envs; with tau = 1, one would do.
                     for _ in range(times_due(global_step, next_step, args.target_network_frequency)):
                         agent.update_target(args.tau)
 
@@ -493,12 +478,11 @@ def main(args: Args) -> None:
                         run.log("losses/td_loss", losses.td_loss, global_step)
                         run.log("losses/q_values", losses.q_values, global_step)
                 for env, episodic_return, length in result.episodes:
-                    progress.recent_returns = [*progress.recent_returns, episodic_return][-RECENT_EPISODES:]
                     # A step of its own for each environment: TensorBoard and W&B show one point per step. W&B needs
                     # increasing steps, so these come after the points of `global_step`.
                     run.log("charts/episodic_return", episodic_return, global_step + env)
                     run.log("charts/episodic_length", length, global_step + env)
-                    run.show(f"return {np.mean(progress.recent_returns):.1f}")
+                    run.show(f"return {episodic_return}")
                 run.save_if_due(replay)
 
         # ==================== save and evaluate ====================

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.device import TorchHardware as Hardware
 from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, warn_of_weak_teacher
@@ -44,6 +45,8 @@ RECENT_EPISODES = 10  # training episodes whose mean return anneals λ
 
 @dataclass
 class Args:
+    """The flags. A resumed run keeps those without MAY_CHANGE. Range has the values that are allowed."""
+
     script: ClassVar[str] = __file__
 
     exp_name: str = Path(__file__).stem
@@ -55,7 +58,7 @@ class Args:
     cuda: Annotated[bool, MAY_CHANGE] = True
     """if toggled, a GPU is used when there is one"""
     cuda_graph: Annotated[bool, MAY_CHANGE] = True
-    """if toggled, a GPU runs the updates, and the forward passes of an online step, as CUDA graphs"""
+    """if toggled, a GPU runs updates and forward passes as CUDA graphs, with the same results"""
     compile: Annotated[bool, MAY_CHANGE] = False
     """if toggled, the loss is compiled by torch.compile, which takes half a minute or more at the start"""
     bf16: bool = True
@@ -123,7 +126,7 @@ class Args:
     teacher_eval_episodes: Annotated[int, Range(1)] = 10
     """episodes of the evaluation of the teacher, and of the random policy"""
     teacher_steps: Annotated[int, Range(1)] = 500000
-    """environment steps of the teacher, which fill the teacher's replay buffer; epsilon is annealed over them, too"""
+    """environment steps of the teacher in its replay buffer; its epsilon is annealed over them"""
     offline_steps: Annotated[int, Range(0)] = 500000
     """offline updates on the teacher's replay buffer; 0 skips teacher data and offline phase (kickstarting)"""
     temperature: Annotated[float, Range(1e-12, 1000)] = 0.1
@@ -131,7 +134,7 @@ class Args:
     distill_coefficient: Annotated[float, Range(0, 10**6)] = 1.0
     """λ, the weight of the distillation loss, before it is annealed; 0 trains without this loss"""
     online_learning_rate: Annotated[float | None, Range(1e-12, 1000)] = None
-    """the learning rate at the end of the offline phase, annealed linearly from `learning_rate`; by default constant"""
+    """the learning rate of the online phase, to which the offline one is annealed linearly; by default the same"""
     final_learning_rate: Annotated[float | None, Range(1e-12, 1000)] = None
     """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
     warmup_updates: Annotated[int, Range(0)] = 0
@@ -244,19 +247,11 @@ class C51Network(TeacherNetwork):
         return (probabilities * self.atoms).sum(dim=2)  # @ would compute in bfloat16
 
 
-class Hardware(NamedTuple):
-    """The hardware on which the networks compute, and how."""
-
-    device: torch.device
-    bf16: bool  # whether hidden layers compute in bfloat16
-    memory_format: torch.memory_format  # in which convolutions are fastest
-
-
 def choose_hardware(args: Args) -> Hardware:
     """Choose device, precision and algorithms."""
     torch.backends.cudnn.deterministic = args.torch_deterministic
     torch.backends.cudnn.benchmark = not args.torch_deterministic
-    return Hardware(*set_up_torch(args.cuda, args.bf16))
+    return set_up_torch(args.cuda, args.bf16, args.cuda_graph)
 
 
 class Record(NamedTuple):
@@ -285,14 +280,14 @@ class Batch(NamedTuple):
 class Replay:
     """A replay buffer of the last ``size`` environment steps, on the device of the networks.
 
-    Step t of each environment is in slot t % ``length`` of the ring.
+    Here, a step is one of each environment: step t is in slot t % ``length`` of the ring.
     """
 
     def __init__(self, size: int, num_envs: int, num_actions: int, n_step: int, hardware: Hardware):
         self.length = size // num_envs  # steps of each environment
         self.size = self.length * num_envs
         self.n_step = n_step
-        self.steps_added = 0  # of each environment
+        self.steps_added = 0
         self.age = np.zeros(num_envs, np.int32)  # steps since the reset, of the next step to be added
         shape = (self.length, num_envs)
         self.ring = Record(
@@ -304,7 +299,8 @@ class Replay:
             valid=torch.empty(shape, dtype=torch.bool, device=hardware.device),
             teacher_q_values=torch.empty((*shape, num_actions), dtype=torch.float32, device=hardware.device),
         )
-        self.gradient_steps = None  # of :class:`Student`: a CUDA graph reads this ring, and ends with it
+        # Set by `Student.update`. It is kept here since a CUDA graph reads this ring: both are freed together.
+        self.gradient_steps = None
 
     def add(
         self, observation: np.ndarray, action: np.ndarray, result: StepResult, teacher_q_values: np.ndarray
@@ -314,9 +310,9 @@ class Replay:
             frame=observation[:, -1],
             action=action.astype(np.uint8),
             reward=np.clip(result.reward, -1, 1).astype(np.float32),
-            terminated=result.terminated,  # a truncated episode bootstraps from its last observation, in the next step
+            terminated=result.terminated,  # a truncated episode bootstraps from the observation in the next record
             age=self.age,
-            valid=~result.reset,  # in the step after its end, an episode is reset and the action is ignored
+            valid=~result.reset,  # the step after the end of an episode only resets it: its action is ignored
             teacher_q_values=teacher_q_values,
         )
         slot = self.steps_added % self.length
@@ -354,13 +350,14 @@ def sample(
     length, num_envs = ring.valid.shape
     # Rejection sampling with 8 candidates at once: a loop or randint(low, high) would synchronise with the GPU.
     candidates = (8, batch_size)
+    # In float32, the fraction could round up to `high`.
     fraction = torch.rand(candidates, dtype=torch.float64, generator=generator, device=generator.device)
     t = low + (fraction * (high - low)).long()
     env = torch.randint(0, num_envs, candidates, generator=generator, device=generator.device)
     first_valid = ring.valid[t % length, env].int().argmax(dim=0, keepdim=True)
     t = t.gather(0, first_valid)[0]
     env = env.gather(0, first_valid)[0]
-    # If all 8 are final observations, as is next to impossible, take the step before the first of them.
+    # If none of the 8 is valid, which is next to impossible, take the step before the first of them.
     t = torch.where(ring.valid[t % length, env], t, (t - 1).clamp(min=low))
     return transitions_at(ring, t, env, n_step, gamma)
 
@@ -398,17 +395,17 @@ def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tens
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
+@torch.no_grad()
+def forward_pass(network: nn.Module, hardware: Hardware, observation: torch.Tensor) -> torch.Tensor:
+    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
+    with torch.autocast(hardware.device.type, torch.bfloat16, enabled=hardware.bf16):
+        return network(observation)
+
+
 class Teacher:
     """A trained agent, whose weights do not change, from a model file of any format.
 
-    Args:
-        path: the file, see :func:`cleanrl_utils.models.find_model`.
-        num_actions: the number of actions of the game.
-        temperature: a policy's logits are multiplied by it, so that softmax(Q-values / temperature) is the policy.
-        hardware: where it computes.
-
-    Raises:
-        UserError: the file is damaged or has the weights of another network.
+    A policy's logits are multiplied by ``temperature``: softmax(Q-values / temperature) is then the policy.
     """
 
     def __init__(self, path: Path, num_actions: int, temperature: float, hardware: Hardware):
@@ -423,15 +420,15 @@ class Teacher:
         if hardware.bf16 and isinstance(self.network, TeacherNetwork):
             # The weights never change: cast once, not in each forward pass. A QNetwork may lack `network`.
             self.network.network[:-1].to(torch.bfloat16)
-        self.path = path
-        self.temperature = temperature if is_policy else 0.0  # at which it samples actions; 0: the largest Q-value
+        # A policy samples its actions; a Q-network takes the one with the largest Q-value.
+        self.action_temperature = temperature if is_policy else 0.0
         self.hardware = hardware
+        forward = functools.partial(forward_pass, self.network, hardware)
+        self.forward = cuda_graph(forward, torch.Generator(hardware.device), hardware.cuda_graph)
 
-    @torch.no_grad()
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
-            return self.network(to_device(observation, self.hardware.device)).cpu().numpy()
+        return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
 
 class Losses(NamedTuple):
@@ -471,7 +468,7 @@ class Student:
     Outside of gradient steps, the networks are in evaluation mode.
     """
 
-    temperature = 0.0  # it takes the action with the largest Q-value
+    action_temperature = 0.0  # it takes the action with the largest Q-value
 
     def __init__(self, args: Args, num_actions: int, hardware: Hardware):
         self.args = args
@@ -484,13 +481,13 @@ class Student:
         capturable = hardware.device.type == "cuda"
         parameters = self.q_network.parameters()
         self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        forward = functools.partial(forward_pass, self.q_network, hardware)
+        self.forward = cuda_graph(forward, self.generator, hardware.cuda_graph)
         self.loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
 
-    @torch.no_grad()
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        with torch.autocast(self.hardware.device.type, torch.bfloat16, enabled=self.hardware.bf16):
-            return self.q_network(to_device(observation, self.hardware.device)).cpu().numpy()
+        return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
     def update(self, replay: Replay, distill_coefficient: float, learning_rates: Sequence[float]) -> Losses:
         """Make a gradient step for each learning rate; return the losses of the last one.
@@ -498,13 +495,12 @@ class Student:
         The next call may overwrite the returned losses.
         """
         if replay.gradient_steps is None:
-            steps = functools.partial(self.gradient_steps, replay.ring)
-            enabled = self.args.cuda_graph and self.hardware.device.type == "cuda"
-            replay.gradient_steps = cuda_graph(steps, self.generator, enabled)
-        steps = replay.sampled_steps()
+            function = functools.partial(self.gradient_steps, replay.ring)
+            replay.gradient_steps = cuda_graph(function, self.generator, self.hardware.cuda_graph)
+        sampled = replay.sampled_steps()
         for i in range(0, len(learning_rates), UPDATES_PER_CALL):
             rates = learning_rates[i : i + UPDATES_PER_CALL]
-            losses = replay.gradient_steps(steps.start, steps.stop, distill_coefficient, *rates)
+            losses = replay.gradient_steps(sampled.start, sampled.stop, distill_coefficient, *rates)
         return losses
 
     def gradient_steps(
@@ -570,21 +566,17 @@ class Student:
             self.generator.set_state(generator_state)
 
 
-def anneal_distillation(
-    recent_returns: Sequence[float], teacher_return: float, random_return: float, distill_coefficient: float
-) -> float:
-    """Compute λ from the last `RECENT_EPISODES` training episodes.
+def distillation_share(recent_returns: Sequence[float], teacher_return: float, random_return: float) -> float:
+    """Compute λ's share of `distill_coefficient`: clip((G_T − G) / (G_T − G_random), 0, 1).
 
-    This is section 4.2 of Agarwal et al. (2022), relative to the random policy's return as in the authors' code.
-
-    λ = ``distill_coefficient`` · clip((G_T − G) / (G_T − G_random), 0, 1), where G is their mean return, or
-    ``distill_coefficient`` before there are so many.
+    G is the mean return of the last `RECENT_EPISODES` training episodes; before there are so many, the share is 1. This
+    is section 4.2 of Agarwal et al. (2022), relative to the random policy's return as in the authors' code.
     """
     if len(recent_returns) < RECENT_EPISODES:
-        return distill_coefficient
+        return 1.0
     gap = teacher_return - float(np.mean(recent_returns))
     full_gap = max(teacher_return - random_return, 1e-9)  # a teacher may be no better than the random policy
-    return distill_coefficient * min(max(gap / full_gap, 0.0), 1.0)
+    return min(max(gap / full_gap, 0.0), 1.0)
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:
@@ -594,17 +586,14 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(step / duration, 1.0)
 
 
-def learning_rate_at(update: int, distill_coefficient: float, args: Args) -> float:
-    """Compute the learning rate of an update, counted from the first offline one, at λ = ``distill_coefficient``."""
+def learning_rate_at(update: int, share: float, args: Args) -> float:
+    """Compute the learning rate of an update, counted from the first offline one, at this share of λ."""
     warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
     online_rate = args.online_learning_rate or args.learning_rate
     if update < args.offline_steps:
         return warmup * linear_schedule(args.learning_rate, online_rate, args.offline_steps, update)
-    # Online, the rate depends on λ instead of the update. `check_args` rejects a final rate where λ is always 0.
-    if args.final_learning_rate is None:
-        return warmup * online_rate
-    share = distill_coefficient / args.distill_coefficient  # 1 at the first λ, 0 at λ = 0
-    return warmup * (args.final_learning_rate + (online_rate - args.final_learning_rate) * share)
+    final_rate = args.final_learning_rate or online_rate  # online, the rate depends on λ instead of the update
+    return warmup * (final_rate + (online_rate - final_rate) * share)
 
 
 def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generator, temperature: float) -> np.ndarray:
@@ -654,14 +643,14 @@ def main(args: Args) -> None:
     student = Student(args, envs.num_actions, hardware)
     rng = np.random.default_rng(args.seed)
     progress = Progress()
-    run = Run(args, progress=progress, student=student, rng=rng, teacher=teacher_path)  # all that a checkpoint holds
+    run = Run(args, progress=progress, student=student, rng=rng, teacher=teacher_path)  # a checkpoint holds these
 
     def evaluate(name: str, policy: Teacher | Student, episodes: int, epsilon: float) -> float:
         """Play whole episodes, keep their returns, and return the mean."""
 
         def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
             run.exit_if_signalled()  # a resumed run repeats the evaluation
-            return epsilon_greedy(policy.q_values(observation), epsilon, action_rng, policy.temperature)
+            return epsilon_greedy(policy.q_values(observation), epsilon, action_rng, policy.action_temperature)
 
         progress.returns[name] = play_episodes(name, act, episodes, make_envs, args.seed, run.video_dir)
         return float(np.mean(progress.returns[name]))
@@ -669,14 +658,14 @@ def main(args: Args) -> None:
     def evaluate_student(phase: str, step: int, global_step: int, replay: Replay) -> None:
         """Save the student and a checkpoint, evaluate the student and log its mean return.
 
-        It comes before the updates of a step, so that a run resumed from the checkpoint begins with the evaluation.
+        Call it before the updates of a step: a run resumed from the checkpoint then begins with the evaluation.
         """
         student.save(run.model_path(f"-{phase}-{step}"))
         run.save(replay)
         mean_return = evaluate(f"{phase} {step}", student, args.eval_episodes, args.end_e)
         run.log(f"charts/{phase}/avg_episodic_return", mean_return, global_step)
 
-    with run:  # makes or resumes it; in the phases, a signal ends it after a checkpoint
+    with run:  # a checkpoint of a resumed run is restored here; in the phases, a signal ends it after a checkpoint
         # ==================== evaluate teacher and random policy ====================
         for name, epsilon in (("teacher", args.end_e), ("random", 1.0)):  # at epsilon 1, the network does not matter
             if name not in progress.returns:
@@ -686,8 +675,7 @@ def main(args: Args) -> None:
         teacher_return = float(np.mean(progress.returns["teacher"]))
         random_return = float(np.mean(progress.returns["random"]))
 
-        last_offline_evaluation = f"offline {args.offline_steps}"
-        if args.offline_steps > 0 and last_offline_evaluation not in progress.returns:
+        if args.offline_steps > 0 and f"offline {args.offline_steps}" not in progress.returns:
             replay = Replay(args.teacher_steps, args.num_envs, envs.num_actions, args.n_step, hardware)
             run.restore_replay(replay, progress.teacher_step)
 
@@ -699,7 +687,7 @@ def main(args: Args) -> None:
                 for step in run.steps("teacher data", "step", steps):
                     teacher_q_values = teacher.q_values(observation)
                     epsilon = linear_schedule(args.start_e, args.end_e, args.teacher_steps, step)
-                    action = epsilon_greedy(teacher_q_values, epsilon, rng, teacher.temperature)
+                    action = epsilon_greedy(teacher_q_values, epsilon, rng, teacher.action_temperature)
                     action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
                     result = envs.recv()
                     replay.add(observation, action, result, teacher_q_values)
@@ -710,14 +698,14 @@ def main(args: Args) -> None:
                 run.save(replay)
 
             # ==================== offline: learn from the teacher's data ====================
-            # The number of updates at once divides all these, so that logs, evaluations and updates of the target
-            # network are due between two calls. If it is 1, a GPU is slow.
+            # A divisor of all these: logs, evaluations and updates of the target network come between two calls. Odd
+            # frequencies make it 1, which is slow on a GPU.
             at_once = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
             for step in run.steps("offline", "update", range(progress.offline_update, args.offline_steps, at_once)):
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
                 updates = range(step, min(step + at_once, args.offline_steps))
-                learning_rates = [learning_rate_at(i, args.distill_coefficient, args) for i in updates]
+                learning_rates = [learning_rate_at(i, 1.0, args) for i in updates]
                 losses = student.update(replay, args.distill_coefficient, learning_rates)
                 if updates.stop % args.target_network_frequency == 0:
                     student.update_target(args.tau)
@@ -745,22 +733,21 @@ def main(args: Args) -> None:
                     evaluate_student("online", step, global_step, replay)
                 epsilon_steps = args.exploration_fraction * args.total_timesteps
                 epsilon = linear_schedule(args.start_e, args.end_e, epsilon_steps, global_step)
-                action = epsilon_greedy(student.q_values(observation), epsilon, rng, student.temperature)
+                action = epsilon_greedy(student.q_values(observation), epsilon, rng, student.action_temperature)
                 action = envs.send(action)  # the actions taken: FIRE starts an episode or a life
 
                 # The student learns while the emulators run.
                 teacher_q_values = teacher.q_values(observation)
-                distill_coefficient = anneal_distillation(
-                    progress.recent_returns, teacher_return, random_return, args.distill_coefficient
-                )
+                share = distillation_share(progress.recent_returns, teacher_return, random_return)
+                distill_coefficient = args.distill_coefficient * share
                 if step >= args.learning_starts and replay.sampled_steps():
                     first = args.offline_steps + progress.online_update
                     updates = range(first, first + times_due(step, next_step, args.train_frequency))
                     if updates:
-                        learning_rates = [learning_rate_at(i, distill_coefficient, args) for i in updates]
+                        learning_rates = [learning_rate_at(i, share, args) for i in updates]
                         losses = student.update(replay, distill_coefficient, learning_rates)
                         progress.online_update += len(updates)
-                    # Several are due if the frequency is below num_envs, which matters for tau < 1.
+                    # More than one may be due if the frequency is below num_envs; with tau = 1, one would do.
                     for _ in range(times_due(step, next_step, args.target_network_frequency)):
                         student.update_target(args.tau)
 

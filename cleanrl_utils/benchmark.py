@@ -5,15 +5,16 @@
 
 The same command again skips finished runs and resumes the others.
 
-The log of a run is ``logs/{env_id}__{script}__{seed}__{hash of the command line}.log``. It contains the output of the
-script and notes of the runner. The script holds a lock on it until it exits, so that no run is started twice.
+The log of a run, in ``logs/``, contains the output of the script and notes of the runner.
 """
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,13 +30,12 @@ from typing import Literal
 import tyro
 
 from cleanrl_utils.device import available_cores
-from cleanrl_utils.errors import UserError, one_line_errors, shell_command, user_errors
+from cleanrl_utils.errors import UserError, one_line, one_line_errors, shell_command, user_errors
 
 LOGS = Path("logs")
-SUBMITTED = re.compile(r"^\[benchmark\] .* submitted to Slurm as (\S+)$", re.MULTILINE)
+SUBMITTED = re.compile(r"^\[benchmark\] .* submitting to Slurm as (\S+)$", re.MULTILINE)
 # Only directories that lie directly in runs/ match. The runner resumes from them.
 RUN_DIR = re.compile(r"^run directory: (runs/[^./\n][^/\n]*)\n", re.MULTILINE)
-ROW = "{:30}  {:>4}  {:11}  {}"
 
 
 @dataclass
@@ -60,9 +60,7 @@ class Args:
     slurm_gpus_per_task: int | None = None
     """the number of GPUs of a run"""
     slurm_total_cpus: int | None = None
-    """the number of CPU cores of --slurm-ntasks runs"""
-    slurm_ntasks: int = 1
-    """the number of runs that share --slurm-total-cpus"""
+    """the number of CPU cores of a run"""
 
 
 @dataclass
@@ -70,7 +68,7 @@ class Job:
     """One run, known by its command line.
 
     `state` is "pending", "interrupted" (it has a checkpoint), "queued" (on Slurm), "running" (also by another process),
-    "finished" or "failed".
+    "finished" or "failed". `reason` tells how its process ended, or why it was not started.
     """
 
     env_id: str
@@ -78,8 +76,9 @@ class Job:
     script: str
     command: list[str]
     state: str = "pending"
+    reason: str = ""
     run_dir: Path | None = None
-    slurm_id: str | None = None
+    slurm_name: str | None = None
     process: subprocess.Popen | None = None
 
     def __post_init__(self) -> None:
@@ -87,18 +86,26 @@ class Job:
         command_hash = hashlib.sha256(os.fsencode(shlex.join(self.command))).hexdigest()[:8]
         self.log = LOGS / f"{name}__{command_hash}.log"
 
+    @contextlib.contextmanager
+    def fails_alone(self) -> Iterator[None]:
+        """Turn an error of the system, as for a log of another user, into the state "failed" of this run."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self.state = "failed"
+            self.reason = one_line(error)
+
     def note(self, text: str) -> None:
-        """Append a note of the runner to the log. A full disk does not end the runner."""
-        with contextlib.suppress(OSError), self.log.open("ab") as log:
+        """Append a note of the runner to the log."""
+        with self.log.open("ab") as log:
             log.write(os.fsencode(f"\n[benchmark] {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"))
 
     def read_state(self) -> None:
-        """Set `run_dir` and `slurm_id` from the files, and `state` to "finished", "interrupted" or "pending"."""
+        """Set `run_dir` and `slurm_name` from the files, and `state` to "finished", "interrupted" or "pending"."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         names = RUN_DIR.findall(text)
         self.run_dir = Path(names[-1]) if names else None
-        slurm_ids = SUBMITTED.findall(text)
-        self.slurm_id = slurm_ids[-1] if slurm_ids else None
+        self.slurm_name = next(reversed(SUBMITTED.findall(text)), None)
         self.state = "pending"
         if self.run_dir and (self.run_dir / "finished").exists():  # a script writes it at its end
             self.state = "finished"
@@ -120,28 +127,30 @@ class Job:
             self.read_state()
             if self.state == "finished":
                 return
-            command = self.command
-            if self.state == "interrupted":
-                command = [*command, "--resume", str(self.run_dir)]
-            self.note(shlex.join(command))
+            resume = ["--resume", str(self.run_dir)] if self.state == "interrupted" else []
+            command = [*self.command, *resume]
+            with contextlib.suppress(OSError):  # A full disk stops no run.
+                self.note(shlex.join(command))
             # The script inherits the lock with its output. It ignores the signal that Slurm sends to all processes of a
             # job, which would end a wrapper, or a script without a handler for it.
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            ignore = functools.partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN)
+            self.process = subprocess.Popen(command, env=environment, preexec_fn=ignore, **streams)
         self.state = "running"
 
     def finish(self, told_to_stop: bool) -> None:
-        """Note the exit code of the process and set `state`, to "failed" if the run ended early by itself."""
-        self.note(f"exit code {self.process.wait()}")
+        """Note how the process ended and set `state`, to "failed" if the run ended early by itself."""
+        self.reason = exit_text(self.process.wait())
+        with contextlib.suppress(OSError):
+            self.note(self.reason)
         self.read_state()
         if self.state != "finished" and not told_to_stop:
             self.state = "failed"
+
+
+def exit_text(code: int) -> str:
+    """Describe an exit code of a process, which is negative after a signal: "exit code 1", "killed by SIGKILL"."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def make_jobs(args: Args) -> list[Job]:
@@ -153,10 +162,6 @@ def make_jobs(args: Args) -> list[Job]:
     script = next((word for word in words if word.endswith(".py")), "")
     if not Path(script).is_file():
         raise UserError(f'--command names no script in {Path.cwd()}; write "python cleanrl/dqn_atari.py"')
-    starts = not args.dry_run and (args.workers > 0 or args.cluster == "slurm")
-    if starts and not shutil.which(words[0], path=search_path()):
-        command = shell_command(["python", *words[words.index(script) :]])
-        raise UserError(f'--command: {words[0]} is not a program; write "{command}"')
     jobs = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
         for env_id in dict.fromkeys(args.env_ids):
@@ -165,36 +170,30 @@ def make_jobs(args: Args) -> list[Job]:
     return jobs
 
 
-def search_path() -> str:
-    """Return PATH with the directory of this Python: `python` is this Python, also where no environment is active."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
 def print_state(job: Job) -> None:
     """Print a new state of a run."""
-    print(f"{job.env_id} seed {job.seed}: {job.state}, see {job.log}", flush=True)
+    reason = f" ({job.reason})" if job.reason and job.state != "finished" else ""
+    print(f"{job.env_id} seed {job.seed}: {job.state}{reason}, see {job.log}", flush=True)
 
 
 def print_table(jobs: list[Job]) -> None:
     """Print the state of each run, and the number of runs in each state."""
-    print(ROW.format("environment", "seed", "state", "run directory"))
-    for job in jobs:
-        print(ROW.format(job.env_id, job.seed, job.state, job.run_dir or ""))
+    rows = [(job.env_id, job.seed, job.state, job.run_dir or job.reason) for job in jobs]
+    for row in [("environment", "seed", "state", "run directory"), *rows]:
+        print("{:30}  {:>4}  {:11}  {}".format(*map(str, row)))
     print(", ".join(f"{count} {state}" for state, count in Counter(job.state for job in jobs).items()))
-
-
-# ==================== on this machine ====================
 
 
 def run_environment(worker: int, workers: int, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment variables of one of ``workers`` runs at a time: its share of the CPU cores and GPUs."""
-    environment = os.environ | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
+    # `python` is this Python, also where no environment is active.
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    environment = os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))  # the scripts read it, too
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
     if 0 < len(gpus) < workers and "XLA_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses both names at once
-        # JAX allocates its share at the start. Alone on a GPU, the scripts take 0.92 of the memory.
-        runs_per_gpu = math.ceil(workers / len(gpus))
+        runs_per_gpu = math.ceil(workers / len(gpus))  # JAX allocates a share; alone, the scripts take 0.92
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(920 // runs_per_gpu / 1000))
     return environment
 
@@ -215,12 +214,13 @@ def run_locally(jobs: list[Job], workers: int) -> int:
     """Run all unfinished jobs on this machine, ``workers`` at a time, and print each change of state.
 
     Returns:
-        Exit code: 0 if all runs are finished, otherwise 128 + the signal's number after a signal, otherwise 1.
+        The exit code: 0 if all runs are finished, otherwise 128 + the signal's number after a signal, otherwise 1.
     """
     if sys.platform == "win32":
         raise UserError("the benchmark runner needs Linux or macOS; run the commands that --dry-run prints")
     for job in jobs:
-        job.read_state()
+        with job.fails_alone():
+            job.read_state()
     waiting = [job for job in jobs if job.state != "finished"]
     workers = max(1, min(workers, len(waiting)))
     gpus = visible_gpus()
@@ -228,26 +228,30 @@ def run_locally(jobs: list[Job], workers: int) -> int:
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: signals.append(number))
-    stopping = False
-    while running or (waiting and not signals):
+    while (running or waiting) and not signals:
         for worker in range(workers):
             job = running.get(worker)
             if job and job.process.poll() is not None:
-                job.finish(told_to_stop=bool(signals))
+                with job.fails_alone():
+                    job.finish(told_to_stop=bool(signals))
                 del running[worker]
                 print_state(job)
             if worker not in running and waiting and not signals:
                 job = waiting.pop(0)
-                job.start(run_environment(worker, workers, gpus))
+                with job.fails_alone():
+                    job.start(run_environment(worker, workers, gpus))
                 if job.process:
                     running[worker] = job
                 print_state(job)
-        if signals and not stopping:
-            stopping = True
-            print("stopping: the runs save a checkpoint", flush=True)
-            for job in running.values():
-                job.process.terminate()
         time.sleep(0.2)
+    if running:
+        print("stopping: the runs save a checkpoint", flush=True)
+    for job in running.values():
+        job.process.terminate()
+    for job in running.values():
+        with job.fails_alone():
+            job.finish(told_to_stop=True)
+        print_state(job)
     if all(job.state == "finished" for job in jobs):
         return 0
     return 128 + signals[0] if signals else 1
@@ -266,9 +270,10 @@ PATIENCE = 120  # seconds for which a job asks a Slurm that does not answer
 def run_slurm(command: list[str], remedy: str, script: str | None = None, patience: int = 0) -> str:
     """Run a command of Slurm, again for ``patience`` seconds while it fails, and return its output.
 
-    Raises:
-        UserError: the command still fails. The message ends with the ``remedy``.
+    A :class:`UserError` with the ``remedy`` says that the command is missing or still fails.
     """
+    if not shutil.which(command[0]):
+        raise UserError(f"{command[0]} was not found; {remedy}")
     names = [name for name in os.environ if name.startswith(INHERITED) or not name.startswith(NOT_INHERITED)]
     environment = {name: os.environ[name] for name in names}
     end = time.monotonic() + patience
@@ -281,94 +286,74 @@ def run_slurm(command: list[str], remedy: str, script: str | None = None, patien
         time.sleep(10)
 
 
-def queue(patience: int = 0) -> dict[str, str]:
-    """Return the state of the user's queued and running jobs by their ids."""
-    command = ["squeue", "--noheader", "--array", "--me", "--format=%i %T"]
-    output = run_slurm(command, "try again when Slurm answers", patience=patience)
-    return dict(line.split() for line in output.splitlines())
-
-
-def submit(jobs: list[Job], args: Args) -> None:
-    """Set the state of every job, and submit those that are neither finished nor in the queue.
-
-    With ``args.dry_run``, print the submission instead.
-    """
-    has_slurm = shutil.which("sbatch") is not None
-    if not has_slurm and not args.dry_run:
-        raise UserError("--cluster slurm: sbatch was not found; run this command on a machine that submits to Slurm")
-    states = queue() if has_slurm else {}  # before the files, so that those of a job that has left are complete
+def submit(jobs: list[Job], args: Args) -> int:
+    """Submit the jobs that are neither finished nor queued, or print the submission; return 1 if a job has failed."""
+    states = {}
+    if shutil.which("squeue") or not args.dry_run:  # before the files: those of a job that has left are complete
+        command = ["squeue", "--noheader", "--array", "--me", "--format=%j_%K %T"]
+        output = run_slurm(command, "run this command on a machine that submits to Slurm")
+        states = dict(re.findall(r"^(\S+_\d+) ([A-Z_]+) *$", output, re.MULTILINE))  # A site may print other lines.
+    # The array has a name of its own, noted before the submission. So a job that may be queued is looked up by it,
+    # whatever sbatch prints or returns.
+    name = f"{Path(jobs[0].script).stem}-{secrets.token_hex(4)}"
+    left: list[Job] = []
     for job in jobs:
-        job.read_state()
-        if job.state != "finished" and job.slurm_id in states:
-            job.state = "queued" if states[job.slurm_id] == "PENDING" else "running"
-    left = [job for job in jobs if job.state in ("pending", "interrupted")]
-    if not left:
-        return
-    command, script = job_array(left, args)
-    if args.dry_run:
-        print(f"{shlex.join(command)}\n{script}")
-        return
-    output = run_slurm(command, "change the flags --slurm-* or the variables SBATCH_*", script)
-    array_id = output.strip().partition(";")[0]
-    for i, job in enumerate(left):
-        job.note(f"submitted to Slurm as {array_id}_{i}")
-        job.state = "queued"
-    print(f"{len(left)} submitted; errors of Slurm are in {LOGS}/slurm-{array_id}_*.out")
+        with job.fails_alone():
+            job.read_state()
+            if job.state != "finished" and job.slurm_name in states:
+                job.state = "queued" if states[job.slurm_name] == "PENDING" else "running"
+            elif job.state != "finished":
+                if not args.dry_run:
+                    job.note(f"submitting to Slurm as {name}_{len(left)}")
+                left.append(job)
+    if left:
+        command, script = job_array(left, name, args)
+        if args.dry_run:
+            print(f"{shlex.join(command)}\n{script}")
+        else:
+            run_slurm(command, "change the flags --slurm-* or the variables SBATCH_*", script)
+            print(f"{len(left)} submitted as {name}; errors of Slurm are in {LOGS}/{name}_*.out")
+            for job in left:
+                job.state = "queued"
+    return int(any(job.state == "failed" for job in jobs))
 
 
-def job_array(jobs: list[Job], args: Args) -> tuple[list[str], str]:
+def job_array(jobs: list[Job], name: str, args: Args) -> tuple[list[str], str]:
     """Return the command that submits the jobs as an array, and the script for its standard input."""
-    cpus = math.ceil(args.slurm_total_cpus / args.slurm_ntasks) if args.slurm_total_cpus else None
-    workers = args.workers if args.workers > 0 else len(jobs)
     options = {
-        "job-name": Path(jobs[0].script).stem,
-        "output": LOGS / "slurm-%A_%a.out",
-        "open-mode": "append",
-        "array": f"0-{len(jobs) - 1}%{workers}",
-        "ntasks": 1,
+        "job-name": name,
+        "output": LOGS / f"{name}_%a.out",
+        "array": f"0-{len(jobs) - 1}%{args.workers or len(jobs)}",
         "time": args.slurm_time,
         "signal": f"USR2@{min(300, 15 * args.slurm_time)}",  # the seconds before the time limit
         "gpus-per-node": args.slurm_gpus_per_task,
-        "cpus-per-task": cpus,
     }
-    command = ["sbatch", "--parsable", "--requeue"]
-    command += [f"--{name}={value}" for name, value in options.items() if value]
+    cpus = [f"--cpus-per-task={args.slurm_total_cpus}"] if args.slurm_total_cpus else []
+    command = ["sbatch", "--requeue", "--open-mode=append", "--ntasks=1", *cpus]
+    command += [f"--{option}={value}" for option, value in options.items() if value]
     # Slurm sends its signals to the processes of srun, which does not inherit --cpus-per-task since Slurm 22.05.
-    srun = ["srun", f"--cpus-per-task={cpus}"] if cpus else ["srun"]
-    lines = ["#!/bin/sh", "case $SLURM_ARRAY_TASK_ID in"]
-    for i, job in enumerate(jobs):
-        on_node = [sys.executable, "-c", ON_NODE, job.env_id, str(job.seed), job.script, *job.command]
-        lines.append(f"{i}) {shlex.join([*srun, *on_node])} ;;")
-    lines.append("esac\n")
-    return command, "\n".join(lines)
+    on_node = ["srun", *cpus, sys.executable, "-c", ON_NODE]
+    tasks = [[*on_node, job.env_id, str(job.seed), job.script, *job.command] for job in jobs]
+    cases = "".join(f"{i}) {shlex.join(task)} ;;\n" for i, task in enumerate(tasks))
+    return command, f"#!/bin/sh\ncase $SLURM_ARRAY_TASK_ID in\n{cases}esac\n"
 
 
 def run_on_node() -> None:
     """Run a job of the array, given by the arguments. A run that was stopped is queued again if it has a checkpoint."""
     with one_line_errors():
         env_id, seed, script, *command = sys.argv[1:]
-        can_requeue = shutil.which("squeue") and shutil.which("scontrol")
-        if not can_requeue:
-            print("WARNING: this node lacks squeue or scontrol, so the run can't be queued again", file=sys.stderr)
         job = Job(env_id, int(seed), script, command)
         code = run_locally([job], 1)
         # A script that cannot resume would start from the beginning after every time limit.
-        if can_requeue and code > 128 and job.state == "interrupted":
-            requeue(f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}")
+        if code > 128 and job.state == "interrupted":
+            slurm_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+            remedy = "run the command of the benchmark again"
+            job_info = "JobState=RUNNING"  # if Slurm never answers: it kills a cancelled job after 30 seconds
+            with contextlib.suppress(UserError):
+                job_info = run_slurm(["scontrol", "show", "job", slurm_id], remedy, patience=PATIENCE)
+            if "JobState=RUNNING" in job_info:
+                run_slurm(["scontrol", "requeue", slurm_id], remedy, patience=PATIENCE)
         sys.exit(code)
-
-
-def requeue(slurm_id: str) -> None:
-    """Queue the running job ``slurm_id`` again, but not after scancel."""
-    state = "RUNNING"
-    # Where squeue never answers, the job was hardly cancelled: Slurm kills a cancelled one after 30 seconds.
-    with contextlib.suppress(UserError):
-        state = queue(PATIENCE).get(slurm_id)
-    if state == "RUNNING":
-        run_slurm(["scontrol", "requeue", slurm_id], "run the command of the benchmark again", patience=PATIENCE)
-
-
-# ==================== the command line ====================
 
 
 def main() -> None:
@@ -378,19 +363,15 @@ def main() -> None:
         jobs = make_jobs(args)
         if args.cluster == "local" and (args.dry_run or args.workers < 1):
             print("\n".join(shell_command(job.command) for job in jobs))
-            print("these commands were not run; to run them, give --workers and no --dry-run", file=sys.stderr)
+            if not args.dry_run:
+                print("these commands were not run; --workers 1 runs them, one at a time", file=sys.stderr)
             return
         if not args.dry_run:
-            LOGS.mkdir(exist_ok=True)
-        if args.cluster == "local":
-            code = run_locally(jobs, args.workers)
-        else:
-            submit(jobs, args)
-            code = 0
+            with user_errors("the logs need a directory", f"make {LOGS} one that you can write", OSError):
+                LOGS.mkdir(exist_ok=True)
+        code = submit(jobs, args) if args.cluster == "slurm" else run_locally(jobs, args.workers)
         print_table(jobs)
-        if args.dry_run:
-            print("nothing was submitted; leave out --dry-run to submit", file=sys.stderr)
-        elif any(job.state != "finished" for job in jobs):
+        if not args.dry_run and any(job.state != "finished" for job in jobs):
             print("the same command again skips finished runs and resumes or submits the others")
         sys.exit(code)
 

@@ -67,8 +67,6 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
     if not re.fullmatch(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(\.|$))[\w.+-]{1,60}", args.exp_name, re.ASCII):
         found = f"--exp-name is {args.exp_name!r:.120}; it names files"
         raise UserError(f"{found}: use up to 60 letters, digits and characters of _.+-, but not aux, con or nul")
-    if getattr(args, "final_learning_rate", None) and not args.distill_coefficient:
-        raise UserError("--final-learning-rate is annealed with λ, which --distill-coefficient 0 disables; omit one")
     if args.upload_model and not args.save_model:
         raise UserError("--upload-model uploads the saved model; leave out --no-save-model")
     check_upload_possible(args)

@@ -1,7 +1,4 @@
-"""Devices: selection, precision, memory, CUDA graphs.
-
-PyTorch and JAX are imported in the functions: neither is needed for the other's scripts.
-"""
+"""Devices: selection, precision, memory, CUDA graphs. Functions import PyTorch or JAX, as a script has only one."""
 
 import contextlib
 import ctypes
@@ -9,15 +6,14 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from cleanrl_utils.errors import UserError, user_errors
+from cleanrl_utils.errors import UserError, user_errors, warn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +21,7 @@ if TYPE_CHECKING:
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # from malloc.h
 CGROUP = Path("/sys/fs/cgroup")
+ROOM_UNDER_LIMIT = 1_000_000_000  # bytes for threads and batches under `ulimit`; they took up to 0.5 GB on two cores
 ROOM_BESIDE_REPLAY = 2_000_000_000  # bytes for graphs, cuDNN's work spaces, weights and batches on a GPU, an estimate
 
 
@@ -33,7 +30,7 @@ def warn_of_unused_gpu(library: str) -> None:
     hidden = ("", "-1", "NoDevFiles")  # the last is Slurm's value for a job without a GPU
     if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") not in hidden:
         remedy = "install the build of it that fits the driver, which nvidia-smi shows"
-        print(f"WARNING: {library} can't use the NVIDIA GPU and computes on the CPU; {remedy}", file=sys.stderr)
+        warn(f"{library} can't use the NVIDIA GPU and computes on the CPU; {remedy}")
 
 
 def available_memory(device: Any) -> int:
@@ -49,8 +46,15 @@ def available_memory(device: Any) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of memory that this process can still allocate, within its control groups."""
+    """Return the bytes of memory that this process can still allocate, within its control groups and ``ulimit``."""
     available = [psutil.virtual_memory().available]
+    if hasattr(psutil, "RLIMIT_AS"):  # Windows has no such limits, and macOS does not enforce them
+        process = psutil.Process()
+        used = process.memory_info()
+        for kind, usage in ((psutil.RLIMIT_AS, used.vms), (psutil.RLIMIT_DATA, used.data)):
+            soft_limit, _ = process.rlimit(kind)
+            if soft_limit != psutil.RLIM_INFINITY:
+                available.append(soft_limit - usage - ROOM_UNDER_LIMIT)
     for limit, usage, *stat in control_groups("memory.max", "memory.current", "memory.stat"):
         if limit != "max":
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
@@ -62,12 +66,8 @@ def available_host_memory() -> int:
 def available_cores() -> int:
     """Return the number of CPU cores that this process may use, within its CPU quota and OMP_NUM_THREADS."""
     cores = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
-    for quota, period in control_groups("cpu.max"):
-        if quota != "max":
-            cores.append(math.ceil(int(quota) / int(period)))
-    omp = os.environ.get("OMP_NUM_THREADS", "")
-    if omp.isdecimal() and int(omp) > 0:
-        cores.append(int(omp))
+    cores += [math.ceil(int(quota) / int(period)) for quota, period in control_groups("cpu.max") if quota != "max"]
+    cores += map(int, re.findall(r"^[1-9]\d*", os.environ.get("OMP_NUM_THREADS", "")))  # of a list, the first
     return min(cores)
 
 
@@ -75,39 +75,58 @@ def control_groups(*names: str) -> Iterator[list[str]]:
     """Yield the words in files of these names, for the control group of this process and each of its parents."""
     groups = Path("/proc/self/cgroup")
     own = re.search("^0::/(.*)$", groups.read_text(), re.MULTILINE) if groups.exists() else None
-    if own is None:  # Linux before version 2 of control groups, or another system
-        return
-    group = CGROUP / own[1]
-    for directory in (group, *group.parents):
+    directory = CGROUP / own[1] if own else CGROUP.parent  # Linux before version 2 of control groups, or another system
+    while directory != CGROUP.parent:
         with contextlib.suppress(OSError):  # a group without limits has no such files
             yield " ".join((directory / name).read_text() for name in names).split()
-        if directory == CGROUP:
-            break
+        directory = directory.parent
 
 
-def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool, "torch.memory_format"]:
-    """Choose the device, set PyTorch's threads and on a CPU its handling of memory and denormal numbers.
+def unbind_thread() -> None:
+    """Allow this thread, and those that it will start, all cores: with OMP_PROC_BIND, `import torch` leaves it one."""
+    with contextlib.suppress(AttributeError):  # another system, or PyTorch without OpenMP
+        cores = os.sched_getaffinity(0)
+        openmp = ctypes.CDLL(None)
+        for place in range(openmp.omp_get_num_places()):
+            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, numbers)
+            cores |= set(numbers)
+        os.sched_setaffinity(0, cores)
 
-    Print one line about the device.
 
-    Returns:
-        The device; whether forward passes compute in bfloat16, if ``bf16`` and the hardware has it; the memory format
-        in which convolutions are fastest.
+class TorchHardware(NamedTuple):
+    """Where and how PyTorch's networks compute."""
+
+    device: "torch.device"
+    bf16: bool  # whether forward passes compute in bfloat16
+    memory_format: "torch.memory_format"  # in which convolutions are fastest
+    cuda_graph: bool  # whether functions run as CUDA graphs
+
+
+class JaxHardware(NamedTuple):
+    """Where and how JAX's networks compute."""
+
+    device: Any
+    dtype: Any  # of hidden layers
+
+
+def set_up_torch(cuda: bool, bf16: bool, cuda_graph: bool) -> TorchHardware:
+    """Choose the device and print it; set PyTorch's threads and on a CPU its handling of memory and denormal numbers.
+
+    Forward passes compute in bfloat16 if ``bf16`` and the hardware has it. Only a GPU has CUDA graphs.
     """
     import torch
 
-    memory_format = torch.channels_last
+    unbind_thread()
     if cuda and torch.cuda.is_available():
         # The host has little to compute, and more threads would compete with those of the emulators.
         torch.set_num_threads(1)
         device = torch.device("cuda")
-        with user_errors(
-            "the GPU can't compute", "add --no-cuda, or set CUDA_VISIBLE_DEVICES=, to compute on the CPU", Exception
-        ):
+        with user_errors("the GPU can't compute", "add --no-cuda or set CUDA_VISIBLE_DEVICES=", RuntimeError):
             torch.zeros(1, device=device).cos().item()  # fails if the GPU is busy, or too old for this build
         in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-        if not in_hardware:  # nor has it TF32, and float32 is slow with channels last
-            memory_format = torch.contiguous_format
+        # A GPU without bfloat16 has no TF32, and float32 is slow with channels last.
+        memory_format = torch.channels_last if in_hardware else torch.contiguous_format
         name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
     else:
         if cuda:
@@ -115,15 +134,15 @@ def set_up_torch(cuda: bool, bf16: bool) -> tuple["torch.device", bool, "torch.m
         # Adam's averages of gradients that became zero decay into denormal numbers, which are a hundred times slower.
         # Threads inherit the setting, so it comes before the first parallel region.
         torch.set_flush_denormal(True)
-        threads = available_cores()
-        torch.set_num_threads(threads)
+        torch.set_num_threads(available_cores())
         keep_freed_memory()
         device = torch.device("cpu")
+        memory_format = torch.channels_last
         in_hardware = torch.cpu.get_capabilities().get("avx512_bf16", False)  # an ARM processor does not have the key
-        name = f"CPU, threads: {threads}"
+        name = f"CPU, threads: {torch.get_num_threads()}"
     bf16 = bf16 and in_hardware
     print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
-    return device, bf16, memory_format
+    return TorchHardware(device, bf16, memory_format, cuda_graph and device.type == "cuda")
 
 
 def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
@@ -131,9 +150,8 @@ def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "to
     import torch
 
     tensor = torch.as_tensor(array)
-    if device.type == "cuda" and not tensor.is_cuda:
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+    is_copied = device.type == "cuda" and not tensor.is_cuda
+    return tensor.pin_memory().to(device, non_blocking=True) if is_copied else tensor
 
 
 class CudaGraph:
@@ -181,10 +199,8 @@ class CudaGraph:
                 what = f"a CUDA graph could not be captured ({reason})"
                 raise UserError(f"{what}; add --no-cuda-graph, also with --resume to continue this run") from error
         for tensor, value in zip(self.inputs, inputs, strict=True):
-            if isinstance(value, torch.Tensor):
-                tensor.copy_(value)
-            else:
-                tensor.fill_(value)  # a kernel, so that nothing synchronises with the GPU
+            fill = tensor.copy_ if isinstance(value, torch.Tensor) else tensor.fill_
+            fill(value)  # neither synchronises with the GPU
         self.graph.replay()
         return self.result
 
@@ -203,7 +219,7 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabl
     return call
 
 
-def set_up_jax(bf16: bool) -> Any:
+def set_up_jax(bf16: bool) -> JaxHardware:
     """Set up JAX's memory and caches, print one line about the device, and return the dtype of hidden layers.
 
     It is bfloat16 if ``bf16`` and a GPU or TPU has it: XLA has no fast bfloat16 convolution for a CPU. Call it before
@@ -220,7 +236,7 @@ def set_up_jax(bf16: bool) -> Any:
     os.environ.setdefault("NPROC", str(available_cores()))  # XLA's threads on a CPU
     # On a CPU another thread would compute on the same cores, and the hand-over takes time.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu to compute on the CPU", Exception):
+    with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu", (RuntimeError, AssertionError)):  # the second: no GPU
         device = jax.devices()[0]
     if device.platform == "cpu":
         if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
@@ -229,14 +245,14 @@ def set_up_jax(bf16: bool) -> Any:
     else:
         name = device.device_kind
         # Compiling takes minutes for a GPU. It takes seconds for a CPU, where code of another processor may fail.
-        if jax.config.jax_compilation_cache_dir is None:
-            cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-            jax.config.update("jax_compilation_cache_dir", str(cache / "qdagger-jax"))
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if jax.config.jax_compilation_cache_dir is None and os.path.isabs(cache):  # a user may have no home directory
+            jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "qdagger-jax"))
     capability = str(getattr(device, "compute_capability", ""))  # "7.5"; an AMD GPU has a name, a TPU has none
     in_hardware = device.platform != "cpu" and not re.match(r"[1-7]\.", capability)
     dtype = jnp.bfloat16 if bf16 and in_hardware else jnp.float32
     print(f"device: {name}; JAX {jax.__version__}, {dtype.__name__}", flush=True)
-    return dtype
+    return JaxHardware(device, dtype)
 
 
 def keep_freed_memory() -> None:

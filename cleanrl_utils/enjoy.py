@@ -88,14 +88,14 @@ def main(args: Args) -> np.ndarray:
     print(f"playing {args.eval_episodes} episodes of {args.env_id} with {path}", flush=True)
 
     def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
-        return script.epsilon_greedy(policy.q_values(observation), args.epsilon, action_rng, policy.temperature)
+        return script.epsilon_greedy(policy.q_values(observation), args.epsilon, action_rng, policy.action_temperature)
 
     folder = path.absolute().parent.name if os.path.exists(os.path.expanduser(repo)) else repo.replace("/", "-")
     video_dir = VIDEOS / f"{folder}-{path.stem}" if args.capture_video else None
     returns = np.array(play_episodes("enjoy", act, args.eval_episodes, make_envs, args.seed, video_dir))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5
     print(f"standard error {error:.2f}, quartiles {np.quantile(returns, (0.25, 0.5, 0.75)).tolist()}")
-    if args.epsilon == policy.temperature == sticky == 0:
+    if args.epsilon == policy.action_temperature == sticky == 0:
         found = f"{len(returns)} episodes have {len(set(returns.tolist()))} different returns"
         warn(f"{found}: without random actions episodes repeat, and the standard error is too small")
     return returns

@@ -11,24 +11,23 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import huggingface_hub as hf
 import msgpack
 import numpy as np
 from huggingface_hub import errors, utils
 
-from cleanrl_utils.errors import one_line, user_errors, warn
+from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors, warn
 
 Arrays = dict[str, np.ndarray]  # by name
+N = TypeVar("N", bound=Hashable)  # a network of PyTorch or flax
 # The models in a repository, as arguments of the hub's functions. rl-baselines3-zoo uploads its logs as a zip file.
-MODEL_FILES = {
-    "allow_patterns": ["*.cleanrl_model", "*.zip"],
-    "ignore_patterns": ["*/*", "train_eval_metrics.zip"],
-}
+MODEL_FILES = {"allow_patterns": ["*.cleanrl_model", "*.zip"], "ignore_patterns": ["*/*", "train_eval_metrics.zip"]}
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
 STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
 WRAPPERS = {"_orig_mod", "module"}  # modules of torch.compile and DataParallel that hold the actual one
@@ -39,17 +38,17 @@ SB3_NAMES = {  # layers of stable-baselines3 and sb3-contrib, and their names he
     "quantile_net.0.": "network.9.",
     "q_net.0.": "network.9.",
 }
-SB3_NOT_ACTING = ("q_net_target.", "quantile_net_target.", "vf_features_extractor.", "value_net.")
 ACTOR = {"actor.weight": "network.9.weight", "actor.bias": "network.9.bias"}  # the last layer of a policy
 ACTOR |= {"params/actor/kernel": "params/Dense_1/kernel", "params/actor/bias": "params/Dense_1/bias"}
+NOT_ACTING = ("critic.", "params/critic/", "value_net.", "vf_", "q_net_target.", "quantile_net_target.")  # layers
 
 
 def find_model(repo: str, exp_name: str) -> Path:
     """Find a model; download it if ``repo`` is a hub repository, or find it in the hub's cache without a network.
 
     Args:
-        repo: the file, its directory or, if nothing has this path, the name of a hub repository. ``name@revision``
-            is a branch, tag or commit of it.
+        repo: the file, with or without its suffix, its directory or, if nothing has this path, the name of a hub
+            repository. ``name@revision`` is a branch, tag or commit of it.
         exp_name: the name of the file, without .cleanrl_model or .zip. With a script's default, the only model of a
             directory or repository may have any name.
 
@@ -57,39 +56,40 @@ def find_model(repo: str, exp_name: str) -> Path:
         UserError: there is no such model, or the hub can't be reached.
     """
     path = Path(os.path.expanduser(repo))
-    is_local = path.exists()
-    problem = f"no model can be loaded from {repo!r}"
+    local = next(filter(os.path.exists, (path, Path(f"{path}.zip"), Path(f"{path}.cleanrl_model"))), None)
     remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
     embedded = Path("teachers", path.name)
-    if not is_local:
-        missing = path.resolve().as_posix()
-        problem = f"there is no {missing!r}, and no model can be loaded from the hub repository {repo!r}"
-    if not is_local and embedded.exists():
-        remedy = f"give {embedded}, a teacher of this project"
-    with user_errors(problem, remedy, Exception):
-        if not is_local:
-            path = download_models(repo)
-        if not path.is_file():
-            path = path / choose_model(path, exp_name)
-    if not is_local:
-        print(f"model: {path.name} of {repo} at commit {path.parent.name}")
+    if not local and embedded.exists():
+        remedy = f"give {embedded.as_posix()}, a teacher of this project,"
+    remedy += " with --teacher-policy-hf-repo (enjoy: --hf-repository)"
+    if local:
+        with user_errors(f"no model can be loaded from {repo!r}", remedy, OSError):
+            return local if local.is_file() else local / choose_model(local, exp_name)
+    missing = f"there is no file or directory {os.path.abspath(path)!r}"
+    name, _, revision = repo.partition("@")
+    with user_errors(f"{missing}, and no hub repository can have the name {repo!r}", remedy, ValueError):
+        utils.validate_repo_id(name)
+    with user_errors(f"{repo!r} can't be loaded from the Hugging Face Hub", f"{missing} either; {remedy}", OSError):
+        snapshot = download_models(name, revision or None)
+        path = snapshot / choose_model(snapshot, exp_name)
+    print(f"model: {path.name} of {repo} at commit {snapshot.name}")
     return path
 
 
-def download_models(repo: str) -> Path:
-    """Download the models of a hub repository, and no other files; return their directory in the hub's cache."""
-    name, _, revision = repo.partition("@")
+def download_models(name: str, revision: str | None) -> Path:
+    """Download the models of a hub repository, and no other files, or raise an OSError; return their directory."""
     try:
-        return Path(hf.snapshot_download(name, revision=revision or None, **MODEL_FILES))
+        return Path(hf.snapshot_download(name, revision=revision, **MODEL_FILES))
     except errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
-        warn(f"the hub can't be reached, and not all models of {repo} are cached")
+        warn(f"the hub can't be reached, and not all models of {name} are cached")
         return Path(error.snapshot_path)
-    except errors.LocalEntryNotFoundError as error:  # the hub can't be reached
-        raise (error.__cause__ or error) from None  # its cause is one line
+    except Exception as error:  # many kinds, of several HTTP libraries
+        is_unreachable = isinstance(error, errors.LocalEntryNotFoundError)
+        raise OSError(one_line((is_unreachable and error.__cause__) or error)) from error  # the cause is shorter
 
 
 def choose_model(directory: Path, exp_name: str) -> str:
-    """Return the name of the model in a directory; FileNotFoundError if there is none with this ``exp_name``."""
+    """Return the name of a directory's model; FileNotFoundError if there is none, UserError in an unfinished run."""
     files = [file.name for file in directory.glob("*") if file.is_file()]
     models = sorted(utils.filter_repo_objects(files, **MODEL_FILES))
     for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
@@ -98,28 +98,31 @@ def choose_model(directory: Path, exp_name: str) -> str:
     if exp_name in ("dqn_atari", "dqn_atari_jax") and len(models) == 1:
         return models[0]
     has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
-    raise FileNotFoundError(f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
+    problem = f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}"
+    if any(directory.glob("checkpoint/*.state")):
+        script = (re.findall(r"__(.+)__\d+__\d+$", directory.resolve().name) or [exp_name])[0]
+        resume = shell_command(["python", f"cleanrl/{script}.py", "--resume", str(directory)])
+        raise UserError(f"the run in {str(directory)!r} has not ended: `{resume}` continues it; {problem}")
+    raise FileNotFoundError(problem)
 
 
 def read_model(
-    path: Path, library: Literal["torch", "flax"], networks: Mapping[str, Mapping[str, Any]]
-) -> tuple[str, Arrays, bool]:
+    path: Path, library: Literal["torch", "flax"], networks: Mapping[N, Mapping[str, Any]]
+) -> tuple[N, Arrays, bool]:
     """Read the weights of one of ``networks`` from a model file of any format.
 
-    ``networks`` are those of ``library``, as arrays with the names and shapes of their weights.
+    ``networks`` are those of ``library``, each with arrays of the names and shapes of its weights.
 
     Returns:
-        The name of the network, its weights, and whether its outputs are the logits of a policy instead of Q-values.
+        The network, its weights, and whether its outputs are the logits of a policy instead of Q-values.
 
     Raises:
         UserError: the file is damaged or has the weights of another network.
     """
     remedy = "docs/teachers.md lists the agents that can teach"
     if path.suffix != ".zip":
-        remedy += "; a network of your own is read by the script that saved it"
-    with user_errors(
-        f"{path.as_posix()!r} is not a usable model", remedy, Exception
-    ):  # a damaged file can raise almost any
+        remedy += "; a network of your own is read by the script that saved it (enjoy: --script)"
+    with user_errors(f"{path.as_posix()!r} is not a usable model", remedy, (OSError, ValueError)):
         arrays = read_arrays(path)
         is_policy = False
         if shapes(arrays) not in [shapes(network) for network in networks.values()]:
@@ -128,9 +131,11 @@ def read_model(
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Read the arrays of a model file, with the names of the library that wrote it."""
+    """Read the arrays of a model file, with the names of the library that wrote it; ValueError for a wrong file."""
     data = path.read_bytes()
-    arrays = read_torch(data) if data.startswith(ZIP) else flatten(read_flax(data))
+    if data.startswith(LFS_POINTER):
+        raise ValueError("it is a pointer of Git LFS; `git lfs pull` fetches the model")
+    arrays = read_torch(data) if data.startswith(ZIP) else read_flax(data)
     return {name: as_float32(name, array) for name, array in arrays.items()}
 
 
@@ -139,38 +144,44 @@ def shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(np.shape(array)) for name, array in arrays.items()}
 
 
-def matching_network(arrays: Arrays, networks: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the network with these names and shapes; ValueError if there is none."""
+def matching_network(arrays: Arrays, networks: Mapping[N, Mapping[str, Any]]) -> N:
+    """Return the network with these names and shapes; ValueError if there is none."""
     found = shapes(arrays)
-    in_common = {name: found.items() & shapes(network).items() for name, network in networks.items()}
-    closest = max(in_common, key=lambda name: len(in_common[name]))
+    closest = min(networks, key=lambda network: len(found.items() ^ shapes(networks[network]).items()))
     needed = shapes(networks[closest])
     if found == needed:
         return closest
-    has = [layer for layer in found.items() if layer not in in_common[closest]]
-    lacks = [layer for layer in needed.items() if layer not in in_common[closest]]
-    raise ValueError(f"its layers are not those of {closest} for this game: it lacks {lacks[:2]} and has {has[:2]}")
+    has = [layer for layer in found.items() if layer not in needed.items()]
+    lacks = [layer for layer in needed.items() if layer not in found.items()]
+    bias = next((name for name, shape in has if len(shape) == 1 and len(needed.get(name, ())) == 1), None)
+    # Of all layers, only the last can have other outputs without another one that differs.
+    if bias and len({re.sub(r"[./]\w+$", "", name) for name, _ in has + lacks}) == 1:
+        atoms = next((len(array) for name, array in arrays.items() if name.endswith("atoms")), 1)  # of C51
+        raise ValueError(f"it has {found[bias][0] // atoms} actions, and this game has {needed[bias][0] // atoms}")
+    raise ValueError(f"its layers are not those of {type(closest).__name__}: it lacks {lacks[:2]} and has {has[:2]}")
 
 
 def read_torch(data: bytes) -> dict[str, Any]:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
-    archive = zipfile.ZipFile(io.BytesIO(data))
-    is_sb3 = {"data", "policy.pth"} <= set(archive.namelist())
-    if is_sb3:
-        sb3_settings = json.loads(archive.read("data"))  # pickles in it are text
-        check_sb3(sb3_settings)
-        archive = zipfile.ZipFile(io.BytesIO(archive.read("policy.pth")))
-    state_dict = TorchUnpickler(archive).load()
-    if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
-        state_dict = state_dict["model_weights"]
-    if not isinstance(state_dict, dict):
-        raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
-    state_dict = {str(name): array for name, array in state_dict.items()}
-    return rename_sb3(state_dict, int(sb3_settings["action_space"]["n"])) if is_sb3 else state_dict
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        is_sb3 = {"data", "policy.pth"} <= set(archive.namelist())
+        if is_sb3:
+            num_actions = check_sb3(json.loads(archive.read("data")))  # pickles in it are text
+            archive = zipfile.ZipFile(io.BytesIO(archive.read("policy.pth")))
+        state_dict = TorchUnpickler(archive).load()
+        if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
+            state_dict = state_dict["model_weights"]
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
+        arrays = {str(name): array for name, array in state_dict.items()}
+    except Exception as error:  # damaged bytes can raise almost any
+        raise ValueError(one_line(error)) from error
+    return rename_sb3(arrays, num_actions) if is_sb3 else arrays
 
 
-def check_sb3(settings: Mapping[str, Any]) -> None:
-    """Raise a ValueError if a model of stable-baselines3 was trained with other observations."""
+def check_sb3(settings: Mapping[str, Any]) -> int:
+    """Return the number of actions; ValueError if a model of stable-baselines3 had another kind of environment."""
     space = settings["observation_space"]
     shape = space.get("_shape", space.get("shape"))
     if shape not in ([4, 84, 84], [84, 84, 4]):
@@ -178,16 +189,19 @@ def check_sb3(settings: Mapping[str, Any]) -> None:
         raise ValueError(f"its observations have the shape {shape!r:.40} instead of four frames of 84×84; {remedy}")
     if not settings["policy_kwargs"].get("normalize_images", True):
         raise ValueError("it was trained with normalize_images=False; train it with the default, True")
+    num_actions = int(settings["action_space"].get("n", 0))
+    if not 1 <= num_actions <= 18:
+        raise ValueError("its actions are not those of an Atari game")
+    return num_actions
 
 
 def rename_sb3(state_dict: Mapping[str, Any], num_actions: int) -> dict[str, Any]:
-    """Give the layers of stable-baselines3 their names here, without those that do not act."""
+    """Give the layers of stable-baselines3 their names here."""
     weights = {}
     for key, array in state_dict.items():
         name = re.sub(r"^(q_net\.|quantile_net\.|pi_)", "", unwrapped(key))
-        if name.startswith(SB3_NOT_ACTING):
-            continue
         if name.startswith("quantile_net.0."):  # output i·A + a is quantile i of action a; their mean is linear too
+            array = as_float32(key, array)
             array = array.reshape(-1, num_actions, *array.shape[1:]).mean(axis=0)
         for sb3_name, our_name in SB3_NAMES.items():
             name = name.replace(sb3_name, our_name)
@@ -201,10 +215,7 @@ def unwrapped(name: str) -> str:
 
 
 class TorchUnpickler(pickle.Unpickler):
-    """Read the NumPy arrays of a PyTorch file (``torch.save``), without PyTorch and without running code from it.
-
-    The file is a zip archive of a pickle and the elements of each storage.
-    """
+    """Read arrays from the zip archive that ``torch.save`` writes, without PyTorch and without running code from it."""
 
     def __init__(self, archive: zipfile.ZipFile):
         names = [name for name in archive.namelist() if re.fullmatch(r"[^/]*/data\.pkl", name)]
@@ -217,8 +228,8 @@ class TorchUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return the class or function of this name; only those of a state dict are allowed."""
         known = {"OrderedDict": OrderedDict, "_rebuild_tensor_v2": self.rebuild_tensor, **STORAGES}
+        full_name = f"{module}.{name}"
         if module not in ("collections", "torch", "torch._utils") or name not in known:
-            full_name = f"{module}.{name}"
             raise pickle.UnpicklingError(f"it has a {full_name!r:.60}; save a state_dict() of float32 tensors")
         return known[name]
 
@@ -248,13 +259,12 @@ def read_flax(data: bytes) -> dict[str, Any]:
         if tree.keys() == {"0", "1"}:  # flags, parameters
             tree = tree["1"]
         if tree.keys() == {"0", "1", "2"}:  # PPO: network, actor, critic
-            return {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
+            tree = {"params": tree["0"]["params"] | {"actor": tree["1"]["params"]["Dense_0"]}}
         if tree.keys() == {"model_weights", "args"}:  # C51
-            flags = tree["args"]
-            atoms = np.linspace(flags["v_min"], flags["v_max"], flags["n_atoms"], dtype=np.float32)
-            return {"params": tree["model_weights"]["params"] | {"atoms": atoms}}
-        return dict(tree)
-    except Exception as error:  # msgpack and NumPy raise many kinds
+            atoms = np.linspace(*(tree["args"][name] for name in ("v_min", "v_max", "n_atoms")), dtype=np.float32)
+            tree = {"params": tree["model_weights"]["params"] | {"atoms": atoms}}
+        return flatten(tree)
+    except Exception as error:  # damaged bytes can raise almost any
         raise ValueError(f"it is neither a PyTorch nor a flax model, or damaged ({one_line(error)})") from error
 
 
@@ -263,7 +273,7 @@ def as_float32(name: str, array: Any) -> np.ndarray:
     dtype = str(getattr(array, "dtype", type(array).__name__))
     if dtype in ("int32", "int64"):
         return np.array(array)
-    if "float" not in dtype:
+    if not re.fullmatch(r"b?float\w*", dtype):
         raise ValueError(f"{name!r:.60} is {dtype}, not floating-point numbers")
     copy = np.array(array, np.float32)
     if not np.isfinite(copy).all():
@@ -275,12 +285,10 @@ def convert(arrays: Arrays, library: Literal["torch", "flax"]) -> tuple[Arrays, 
     """Convert arrays to the names and layouts of a library; return them, and whether they are those of a policy."""
     arrays = {unwrapped(name): array for name, array in arrays.items()}
     is_policy = not ACTOR.keys().isdisjoint(arrays)
-    arrays = {ACTOR.get(name, name): array for name, array in arrays.items()}
+    arrays = {ACTOR.get(name, name): array for name, array in arrays.items() if not name.startswith(NOT_ACTING)}
     is_flax = any(name.startswith("params/") for name in arrays)
-    if is_flax and library == "torch":
-        arrays = flax_to_torch(arrays)
-    if not is_flax and library == "flax":
-        arrays = torch_to_flax(arrays)
+    if is_flax != (library == "flax"):
+        arrays = flax_to_torch(arrays) if is_flax else torch_to_flax(arrays)
     return arrays, is_policy
 
 
@@ -290,9 +298,7 @@ STUDENT_LAYERS = {"network.5": "Dense_0", "network.7": "Dense_1"}
 STUDENT_LAYERS |= {f"network.{i}.conv": f"ConvSequence_{i}/Conv_0" for i in range(3)}
 STUDENT_LAYERS |= {
     f"network.{i}.res_block{j}.conv{k}": f"ConvSequence_{i}/ResidualBlock_{j}/Conv_{k}"
-    for i in range(3)
-    for j in range(2)
-    for k in range(2)
+    for i, j, k in np.ndindex(3, 2, 2)
 }
 
 
@@ -307,7 +313,6 @@ def flax_names(layers: Mapping[str, str]) -> dict[str, str]:
 TEACHER = flax_names(TEACHER_LAYERS), 7
 STUDENT = flax_names(STUDENT_LAYERS), 11
 FIRST_DENSE = "params/Dense_0/kernel"
-
 # Kernels of convolutions are OIHW in PyTorch and HWIO in flax; those of dense layers are OI and IO. The first dense
 # layer reads an image, which PyTorch flattens in the order CHW and flax in the order HWC.
 
@@ -318,10 +323,9 @@ def torch_to_flax(weights: Arrays) -> Arrays:
     params = {}
     for torch_name, array in weights.items():
         name = names.get(torch_name, torch_name)
-        if name == FIRST_DENSE:
-            array = array.reshape(len(array), -1, width, width)
-        array = array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T
-        params[name] = array.reshape(-1, array.shape[-1]) if name == FIRST_DENSE else array
+        if name == FIRST_DENSE and array.ndim == 2:
+            array = array.reshape(len(array), -1, width, width).transpose(0, 2, 3, 1).reshape(len(array), -1)
+        params[name] = array.transpose(2, 3, 1, 0) if array.ndim == 4 else array.T
     return params
 
 
@@ -331,10 +335,10 @@ def flax_to_torch(params: Arrays) -> Arrays:
     torch_names = {name: torch_name for torch_name, name in names.items()}
     weights = {}
     for name, array in params.items():
-        if name == FIRST_DENSE:
-            array = array.reshape(width, width, -1, array.shape[-1])
         array = array.transpose(3, 2, 0, 1) if array.ndim == 4 else array.T
-        weights[torch_names.get(name, name)] = array.reshape(len(array), -1) if name == FIRST_DENSE else array
+        if name == FIRST_DENSE and array.ndim == 2:
+            array = array.reshape(len(array), width, width, -1).transpose(0, 3, 1, 2).reshape(len(array), -1)
+        weights[torch_names.get(name, name)] = array
     return weights
 
 

@@ -10,7 +10,6 @@ import math
 import operator
 import re
 import struct
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import tyro
 
-from cleanrl_utils.errors import UserError, one_line, one_line_errors, user_errors
+from cleanrl_utils.errors import UserError, one_line, one_line_errors, user_errors, warn
 from cleanrl_utils.files import atomic_write
 
 TRAINING = "charts/episodic_return"
@@ -125,7 +124,7 @@ def read_records(path: Path) -> list[bytes]:
         start += 1  # the next record is searched for
         lost += 1
     if lost:
-        print(f"warning: {path} is damaged; {lost:,} of its {len(data):,} bytes can't be read", file=sys.stderr)
+        warn(f"{path} is damaged; {lost:,} of its {len(data):,} bytes can't be read")
     return records
 
 
@@ -176,7 +175,7 @@ def read_run(directory: Path) -> Run | None:
     """Read a run; return None, with a warning, if it has no flags or no curves."""
     curves, flags = read_events(directory)
     if not curves or not flags.keys() >= {"env_id", "exp_name", "seed"}:
-        print(f"warning: {directory} has no curves or no hyperparameters; it is left out", file=sys.stderr)
+        warn(f"{directory} has no curves or no hyperparameters; it is left out")
         return None
 
     # ``global_step`` counts the offline updates first. The final evaluation begins at the last step. Without it, the
@@ -247,7 +246,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     for *_, directory, run in sorted(ranked, reverse=True):
         if run.key in runs:
             found = f"{runs[run.key][0]} has the same game, exp_name and seed, and is finished, longer or newer"
-            print(f"warning: {directory} is left out; {found}", file=sys.stderr)
+            warn(f"{directory} is left out; {found}")
         else:
             runs[run.key] = (directory, run)
     if not runs:
@@ -263,7 +262,7 @@ def warn_of_differences(runs: Iterable[Run]) -> None:
         different = {name for name, _ in set.union(*flags) - set.intersection(*flags)} - {*PER_RUN.split()}
         if different:
             found = f"the runs of {exp_name} in {game} differ in {', '.join(sorted(different))}"
-            print(f"warning: {found}; give each variant its own --exp-name", file=sys.stderr)
+            warn(f"{found}; give each variant its own --exp-name")
 
 
 def grouped(runs: Iterable[Run], *columns: str) -> dict[Any, list[Run]]:
@@ -497,7 +496,7 @@ def warn_if_not_drawn(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        print(f"warning: {path} can't be drawn ({one_line(error)}); all else is complete", file=sys.stderr)
+        warn(f"{path} can't be drawn ({one_line(error)}); all else is complete")
 
 
 def draw_run(run_dir: Path) -> None:

@@ -453,3 +453,16 @@ def test_broken_ffmpeg_costs_a_warning(
     film_episode(by_brightness, Path("videos/1/offline-4.mp4"), BREAKOUT, seed=1)
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: ")]
     assert "videos/1/offline-4.mp4 can't be written" in warning
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a ROM"])
+def test_roms_of_the_user(content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALE_ROMS_DIR that does not exist, lacks the ROM or has another one ends in one line."""
+    monkeypatch.setenv("ALE_ROMS_DIR", str(tmp_path / "roms"))
+    if content is not None:
+        (tmp_path / "roms").mkdir()
+        (tmp_path / "roms" / ("pong.bin" if content else "README")).write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"^the ROM of ALE/Pong-v5 can't be read: .*(roms|hash).*; unset ALE_ROMS_DIR[^\n]*$"
+    ):
+        AtariEnvs("ALE/Pong-v5", num_envs=1)

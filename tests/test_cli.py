@@ -55,7 +55,7 @@ from hypothesis import strategies as st
 from cleanrl_utils import enjoy
 from cleanrl_utils.checkpoint import Checkpoints
 from cleanrl_utils.checks import Range, annotations, check_args, size_problem
-from cleanrl_utils.errors import UserError, flag
+from cleanrl_utils.errors import UserError, flag, warn
 from cleanrl_utils.evaluation import summarise, warn_of_weak_teacher
 from cleanrl_utils.models import convert, read_arrays
 from cleanrl_utils.run import Run, parse_args
@@ -605,7 +605,6 @@ def test_sticky_actions_out_of_range(value: float, teacher: Path) -> None:
         ({"buffer_size": 5}, ("--buffer-size is 5; one environment and --n-step 1 need at least 6",)),
         ({"teacher_steps": 5}, ("--teacher-steps", "at least 6")),
         ({"upload_model": True, "save_model": False}, ("--upload-model", "--no-save-model")),
-        ({"final_learning_rate": 1e-5, "distill_coefficient": 0.0}, ("--final-learning-rate", "--distill-coefficient")),
         ({"buffer_size": 10**10}, ("--buffer-size", "GB", "10,000,000,000")),
         ({"teacher_steps": 10**10}, ("--teacher-steps", "GB", "10,000,000,000")),
         ({"batch_size": 3_000_000}, ("--batch-size", "GB", "3,000,000")),
@@ -619,7 +618,7 @@ def test_sticky_actions_out_of_range(value: float, teacher: Path) -> None:
 def test_flags_that_cannot_work(changes: dict, words: tuple[str, ...], teacher: Path) -> None:
     """Contradictions, sizes that memory lacks and unknown games are found before a long phase starts."""
     assert_refused(tiny(teacher, **changes), *words)
-    if not changes.keys() & {"teacher_steps", "final_learning_rate"}:
+    if not changes.keys() & {"teacher_steps", "offline_steps"}:
         assert_refused(twin(tiny(teacher, **changes), dqn_atari), *words)
 
 
@@ -745,3 +744,12 @@ def test_a_missing_package_is_named_by_python(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "ModuleNotFoundError" in result.stderr.splitlines()[-1]
     assert "gymnasium" in result.stderr.splitlines()[-1]
+
+
+def test_warnings_have_one_form(capsys: pytest.CaptureFixture) -> None:
+    """All are made by one function."""
+    warn("the disk is nearly full")
+    assert capsys.readouterr() == ("", "WARNING: the disk is nearly full\n")
+    for file in [*(REPO / "cleanrl").glob("*.py"), *(REPO / "cleanrl_utils").glob("*.py")]:
+        own = re.findall(r"(?i)[\"']warning: .*", file.read_text(encoding="utf-8"))
+        assert len(own) == (file.name == "errors.py"), own

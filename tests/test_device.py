@@ -98,15 +98,40 @@ def test_networks_have_the_memory_format_of_the_device(
     assert in_format == {True}
 
 
-def test_a_gpu_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first computation on it ends in one line, before a run directory is made; here, PyTorch has no CUDA."""
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [(RuntimeError("CUDA error:\nbusy"), UserError), (AttributeError("of a module"), AttributeError)],
+    ids=["busy", "bug"],
+)
+def test_a_gpu_that_fails(error: Exception, shown: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first computation on it ends in one line, before a run directory is made. A bug keeps its traceback."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=error))
+    monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    with pytest.raises(UserError, match=r"^the GPU can't compute: .*--no-cuda[^\n]*$"):
-        dqn_atari.main(dqn_atari.Args())
+    for script, message in ((dqn_atari, "the GPU can't compute: .*--no-cuda"), (dqn_atari_jax, "JAX can't start: ")):
+        with pytest.raises(shown, match=message if shown is UserError else "of a module") as caught:
+            script.main(script.Args())
+        assert "\n" not in str(caught.value)
     torch.set_num_threads(threads)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("xdg", ["/cache", "", None])
+def test_cache_of_a_user_without_home(xdg: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XDG_CACHE_HOME is enough for a cache of compiled programs; without it, there is none."""
+    gpu = SimpleNamespace(compute_capability="9.0", platform="gpu", device_kind="a GPU")
+    config = mock.Mock(jax_compilation_cache_dir=None)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "config", config)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and an entry in passwd
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if xdg is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    device.set_up_jax(bf16=True)
+    caches = [value for name, value in (call.args for call in config.update.mock_calls) if "cache_dir" in name]
+    assert caches == (["/cache/qdagger-jax"] if xdg else [])
 
 
 @pytest.mark.parametrize(
@@ -139,6 +164,8 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for module in (device, throughput):
         monkeypatch.setattr(module, "Path", lambda path: tmp_path / "missing")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delattr(device.psutil, "RLIMIT_AS", raising=False)
+    device.unbind_thread()
     assert available_cores() == os.cpu_count()
     assert 0 < device.available_host_memory() <= device.psutil.virtual_memory().total
     for without_mallopt in (mock.Mock(side_effect=OSError), lambda name: object()):
@@ -187,6 +214,18 @@ def test_memory_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.available_host_memory() == 22 * GB
     write_group(tmp_path, f"{20 * GB}", 9 * GB)  # the root, as a container sees its own group
     assert device.available_host_memory() == 12 * GB
+
+
+@pytest.mark.posix
+@pytest.mark.parametrize("limit", ["-v", "-d"])
+def test_memory_of_ulimit(limit: str) -> None:
+    """What the process uses already, and what it will use beside a replay buffer, is not available."""
+    if not hasattr(device.psutil, "RLIMIT_AS"):
+        pytest.skip("only on Linux")
+    code = "from cleanrl_utils.device import *; print(available_host_memory())"
+    command = f"ulimit {limit} 4000000; {sys.executable} -c '{code}'"
+    run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert 0 < int(run.stdout) < 4_096_000_000 - device.ROOM_UNDER_LIMIT, run.stderr
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,8 +334,27 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / directory).mkdir(parents=True, exist_ok=True)
         (tmp_path / directory / "cpu.max").write_text(quota)
         assert available_cores() == cores
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert available_cores() == 3
+    for number in ("3", "3,2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        assert available_cores() == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads")
+@pytest.mark.parametrize("places", ["threads", "{%d}"])
+def test_bound_threads(places: str) -> None:
+    """With OMP_PROC_BIND, PyTorch and the emulators use all cores of the process, unless OMP_PLACES names some."""
+    cores = sorted(os.sched_getaffinity(0))
+    code = "import os, torch\nfrom cleanrl_utils.device import *\nset_up_torch(False, False)\n"
+    code += "print(available_cores(), sorted(os.sched_getaffinity(0)))"
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {
+        "OMP_PROC_BIND": "true",
+        "OMP_PLACES": places.replace("%d", str(cores[-1])),
+        "PYTHONPATH": str(ROOT),
+    }
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    expected = cores if places == "threads" else cores[-1:]
+    assert run.stdout.endswith(f"\n{len(expected)} {expected}\n"), run.stderr
 
 
 @pytest.mark.posix

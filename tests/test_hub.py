@@ -138,14 +138,16 @@ def find(repo: str, exp_name: str = "dqn_atari") -> str:
 
 
 def check_error(repo: str, reason: str = "") -> str:
-    """The error is one line with the place on the disk, the repository, what was wrong there, and what to do."""
+    """The error is one line with the repository or path, what was wrong there, what to do, and the flag for it."""
     with pytest.raises(UserError) as caught:
         find(repo)
     line = str(caught.value)
-    place = os.path.abspath(repo)
-    assert line.startswith(f"there is no {place!r}, and no model can be loaded from the hub repository {repo!r}: ")
+    missing = f"there is no file or directory {os.path.abspath(repo)!r}"
+    assert line.startswith((f"{repo!r} can't be loaded from the Hugging Face Hub: ", f"{missing}, and no hub rep"))
+    assert missing in line
     assert reason in line
     assert "; give another file, directory or hub repository (`hf auth login` for a private one" in line
+    assert "with --teacher-policy-hf-repo (enjoy: --hf-repository)" in line
     assert line.isprintable()
     return line
 
@@ -187,7 +189,9 @@ def test_one_cached_file_of_several(hub: Hub, monkeypatch: pytest.MonkeyPatch, c
     huggingface_hub.snapshot_download("lab/three", allow_patterns=["b.zip"])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find("lab/three", "b") == "b.zip"
-    assert "\nWARNING: the hub can't be reached, and not all models of lab/three are cached\n" in capsys.readouterr().err
+    assert (
+        "\nWARNING: the hub can't be reached, and not all models of lab/three are cached\n" in capsys.readouterr().err
+    )
     with pytest.raises(UserError, match=r"no file a.cleanrl_model or a.zip; choose with .* from b.zip; "):
         find("lab/three", "a")
 

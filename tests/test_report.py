@@ -1,5 +1,6 @@
 """Tests of cleanrl_utils/report.py on runs with known values, written by the libraries that users have."""
 
+import contextlib
 import csv
 import itertools
 import re
@@ -27,7 +28,7 @@ Points = dict[str, list[tuple[int, float]]]
 
 def write_events(directory: Path, points: Points, flags: dict | None = None, first_step: int | None = None) -> Path:
     """Write scalars and flags to a new event file, of a run that starts at ``first_step``; return the directory."""
-    with Writer(directory) as writer:
+    with contextlib.closing(Writer(directory)) as writer:
         if first_step is not None:
             writer.purge(first_step)
         if flags is not None:
@@ -113,7 +114,7 @@ def test_the_finished_the_longer_and_the_newer_run_of_a_seed_count(
     (run,) = read_runs([tmp_path])
     assert run.final_return == used
     found = f"{paths[used - 1]} has the same game, exp_name and seed, and is finished, longer or newer"
-    assert capsys.readouterr().err == f"warning: {paths[2 - used]} is left out; {found}\n"
+    assert capsys.readouterr().err == f"WARNING: {paths[2 - used]} is left out; {found}\n"
 
 
 @pytest.mark.parametrize("damage", [b"\xff", bytes(300)])
@@ -126,7 +127,7 @@ def test_a_damaged_file_is_read_beyond_the_damage(tmp_path: Path, capsys: pytest
     curves, _ = report.read_events(run)
     assert 0 < 200 - len(curves[TRAINING]) <= 1 + len(damage) / 40
     assert (curves[TRAINING][-1, 1], len(curves[EVALUATION])) == (199, 1)
-    warned = rf"warning: {re.escape(str(path))} is damaged; \d+ of its {len(data):,} bytes can't be read\n"
+    warned = rf"WARNING: {re.escape(str(path))} is damaged; \d+ of its {len(data):,} bytes can't be read\n"
     assert re.fullmatch(warned, capsys.readouterr().err)
 
 
@@ -178,7 +179,7 @@ def test_runs_of_one_name_that_differ_are_named(tmp_path: Path, capsys: pytest.C
     write_run(tmp_path, 5, points, script="other", learning_rate=2)
     read_runs([tmp_path])
     found = "the runs of qdagger in Pong differ in n_step, teacher_policy_hf_repo"
-    assert capsys.readouterr().err == f"warning: {found}; give each variant its own --exp-name\n"
+    assert capsys.readouterr().err == f"WARNING: {found}; give each variant its own --exp-name\n"
 
 
 def test_seeds_without_a_return_are_not_counted(tmp_path: Path) -> None:
@@ -214,7 +215,7 @@ def test_runs_without_flags_are_left_out(tmp_path: Path, capsys: pytest.CaptureF
     write_run(tmp_path, 1, {TRAINING: [(1500, 2.0)]})
     other = write_events(tmp_path / "other", {TRAINING: [(500, 1.0)]}, flags)
     assert [(run.seed, run.final_return) for run in read_runs([tmp_path])] == [(1, 2.0)]
-    assert capsys.readouterr().err.startswith(f"warning: {other} has no curves or no hyperparameters; ")
+    assert capsys.readouterr().err.startswith(f"WARNING: {other} has no curves or no hyperparameters; ")
 
 
 @pytest.mark.posix
@@ -381,7 +382,7 @@ def test_the_table_comes_before_a_figure_that_fails(runs, tmp_path: Path, monkey
     report.main(report.Args([runs[0]], tmp_path))
     printed.append(capsys.readouterr())
     assert "| Pong | scratch |" in printed[0].out
-    warnings = [f"warning: {tmp_path / name}.png can't be drawn (no latex)" for name in ("curves", "iqm")]
+    warnings = [f"WARNING: {tmp_path / name}.png can't be drawn (no latex)" for name in ("curves", "iqm")]
     assert [line.split(";")[0] for text in printed for line in text.err.splitlines()] == warnings
 
 
@@ -445,5 +446,5 @@ def test_a_run_does_not_end_because_of_its_figure(tmp_path: Path, monkeypatch, c
         monkeypatch.setitem(sys.modules, "matplotlib", None)
     draw_run(dqn)
     path = re.escape(str(dqn / "curves.png"))
-    assert re.fullmatch(rf"warning: {path} can't be drawn \(.*\); .*\n", capsys.readouterr().err)
+    assert re.fullmatch(rf"WARNING: {path} can't be drawn \(.*\); .*\n", capsys.readouterr().err)
     assert [path.name[:6] for path in dqn.iterdir()] == ["events"]

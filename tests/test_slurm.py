@@ -117,7 +117,7 @@ def test_every_step_is_logged_once_after_all_kinds_of_interruption():
     assert count("exit code 143") == 2
 
     eventually(two_scripts)[0].kill()
-    eventually(lambda: count("exit code -9") == 1)
+    eventually(lambda: count("killed by SIGKILL") == 1)
 
     eventually(two_scripts)  # A preemption that SIGTERM announces.
     with suppress(subprocess.TimeoutExpired):  # scancel of Slurm 22.05 sends it and then hangs.
@@ -133,15 +133,3 @@ def test_every_step_is_logged_once_after_all_kinds_of_interruption():
     eventually(lambda: not states())
     assert steps(seeds=(1, 2)) == [list(range(40))] * 4
     assert submit(command, *flags) == 0
-
-
-def test_a_run_that_cannot_save_is_not_requeued():
-    """A script without checkpoints with a time limit that is too short would start again for ever."""
-    Path("cleanrl/plain.py").write_text("import time\nprint('started', flush=True)\ntime.sleep(600)\n")
-    assert submit("python cleanrl/plain.py", "--num-seeds", "1", "--slurm-time", "1", env_ids=("Pong",)) == 1
-    eventually(lambda: count("started"))
-    for job_id in running():
-        slurm("scancel", "--signal=USR2", job_id)
-    eventually(lambda: not states())
-    assert count("started") == 1
-    assert count("exit code -15") == 1

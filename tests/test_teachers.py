@@ -29,6 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_update import impala, nature
 
+from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import choose_model, convert, find_model, flax_to_torch, read_arrays, torch_to_flax
 
@@ -85,11 +86,11 @@ def sb3_names(weights):
     return {SB3_DQN.get(key[:9], key[:9]) + key[9:]: array for key, array in weights.items()}
 
 
-def sb3_zip(state, action_space="Discrete", shape=(4, 84, 84), **policy_kwargs):
+def sb3_zip(state, num_actions=6, shape=(4, 84, 84), **policy_kwargs):
     """Return a file as stable-baselines3 writes it, with its DQN's names for the layers of a teacher."""
     if isinstance(state, dict):
         state = torch_bytes(sb3_names(state))
-    data = {"action_space": {":type:": f"<class 'gym.spaces.{action_space}'>", "n": "6"}}
+    data = {"action_space": {":type:": "<class 'gym.spaces.Discrete'>", "n": str(num_actions)}}
     data |= {"observation_space": {"_shape": shape}, "policy_kwargs": policy_kwargs}
     return zip_bytes({"data": json.dumps(data), "policy.pth": state, "policy.optimizer.pth": b""})
 
@@ -203,6 +204,29 @@ def test_every_format_is_read(architecture, tmp_path):
         network, variables, _ = qdagger_jax.load_model(path, 6, 0.5)
         assert type(network) is (qdagger_jax.QNetwork if student else qdagger_jax.TeacherNetwork)
         assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables, sep="/").items())
+
+
+def test_network_of_more_layers():
+    """It does not replace the one that has exactly the layers of the file."""
+    larger = WEIGHTS | {"value.bias": BIAS}
+    assert models.matching_network(WEIGHTS, {"larger": larger, "equal": WEIGHTS}) == "equal"
+
+
+def test_agent_of_ppo(tmp_path):
+    """CleanRL's PPO with its critic is read as a policy, from ``agent.state_dict()`` and from the same in flax."""
+    agent = {key.replace("network.9", "actor"): value for key, value in WEIGHTS.items()}
+    agent |= {"critic.weight": np.ones((1, 512), np.float32), "critic.bias": np.ones(1, np.float32)}
+    params = flax_params(WEIGHTS)["params"]
+    critic = {"kernel": np.ones((512, 1), np.float32), "bias": np.ones(1, np.float32)}
+    params |= {"actor": params.pop("Dense_1"), "critic": critic}
+    for data in (torch_bytes(agent), flax_bytes({"params": params})):
+        (tmp_path / "agent").write_bytes(data)
+        network, temperature = qdagger.load_model(tmp_path / "agent", 6, 0.5)
+        assert temperature == 0.5
+        np.testing.assert_array_equal(network.network[9].bias.detach(), 0.5 * BIAS)
+        _, params, temperature = qdagger_jax.load_model(tmp_path / "agent", 6, 0.5)
+        assert temperature == 0.5
+        np.testing.assert_array_equal(params["params"]["Dense_1"]["bias"], 0.5 * BIAS)
 
 
 # ==================== the network of a changed script ====================
@@ -334,6 +358,11 @@ def changed(**arrays):
     return {key: value for key, value in (WEIGHTS | arrays).items() if value is not None}
 
 
+def c51_weights(num_actions):
+    """Return the weights of a C51 with 51 atoms."""
+    return random_weights("nature", 51 * num_actions) | {"atoms": np.linspace(-10, 10, 51, dtype=np.float32)}
+
+
 # The contents of a state dict, and the message of each script: JAX's has the names of flax.
 TORCH_STATES = {
     "a missing key": (
@@ -348,9 +377,20 @@ TORCH_STATES = {
         "has [('network.0.weight', (32, 1, 8, 8))]",
         "(8, 8, 1, 32)",
     ),
+    "weights of no dimension": (changed(_7_weight=np.array(0.5)), "has [('network.7.weight', ())]", "kernel', ())]"),
     "a bias of no dimension": (changed(_7_bias=np.array(0.5)), "and has [('network.7.bias', ())]", "bias', ())]"),
-    "another game": (random_weights("nature", 4), "of TeacherNetwork for this game: ", "_1/kernel', (512, 4))"),
-    "a student": (random_weights("impala", 18), "of QNetwork for this game: ", "it lacks [('params/Conv_0/"),
+    "another game": (random_weights("nature", 4), "it has 4 actions, and this game has 6; "),
+    "a student": (
+        random_weights("impala", 18),
+        "it has 18 actions, and this game has 6; ",
+        "it lacks [('params/Conv_0/",
+    ),
+    "a C51 of another game": (c51_weights(18), "it has 18 actions, and this game has 6; "),
+    "one quantile": (
+        changed(_9_weight=WEIGHTS["network.9.weight"][:1]),
+        "of TeacherNetwork: it lacks [('network.9.w",
+        "",
+    ),
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values", "holds NaN or infinite"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
@@ -371,6 +411,7 @@ def test_flax_file_of_another_network(tmp_path):
         ({"bias": np.zeros(512, np.int8)}, "'params/Dense_0/bias' is int8, not floating-point"),
         ({"bias": np.full(512, np.inf)}, "'params/Dense_0/bias' holds NaN or"),
         ({"bias": 1}, "'params/Dense_0/bias' is int, not floating-point"),
+        ({"kernel": np.array(0.5)}, "has [('network.7.weight', ())]", "has [('params/Dense_0/kernel', ())]"),
     ):
         data = flax_bytes({"params": params | {"Dense_0": params["Dense_0"] | changes}})
         check_unusable(tmp_path, data, *messages)
@@ -384,9 +425,22 @@ def test_foreign_file(tmp_path):
     arrays = ((3,), "float32"), ((10**9,), "float32"), ((1,), "elephant"), ((1,), "O")
     files = [msgpack.packb({"a": ext_array(*array, b"12345678")}) for array in arrays]
     files += [torch_bytes(WEIGHTS, _use_new_zipfile_serialization=False)]  # PyTorch's format before 1.6
-    files += [b"", b"<!DOCTYPE html>\n", b"version https://git-lfs.github.com/spec/v1\n", b"\x81\xa1a" * 100_000]
+    files += [b"", b"<!DOCTYPE html>\n", b"\x81\xa1a" * 100_000, b"\x81\xa1a" * 1000 + b"\x90"]
     for data in files:
         check_unusable(tmp_path, data, "it is neither a PyTorch nor a flax model, or damaged (")
+    fields = ext_array((1,), {"names": ["float", "b"], "formats": ["f4", "f4"]}, b"12345678")
+    check_unusable(tmp_path, msgpack.packb({"a": fields}), "not floating-point numbers")
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
+    check_unusable(tmp_path, pointer, "it is a pointer of Git LFS; `git lfs pull` fetches the model; ")
+
+
+@pytest.mark.parametrize("name", ["convert", "as_float32", "rename_sb3", "matching_network", "choose_model"])
+def test_a_bug_keeps_its_traceback(name, tmp_path, monkeypatch):
+    """One line is for what a user can put right."""
+    monkeypatch.setattr(models, name, lambda: "a function of other arguments")
+    (tmp_path / "dqn_atari.zip").write_bytes(sb3_zip(WEIGHTS | {"value_net.bias": BIAS}))
+    with pytest.raises(TypeError):
+        qdagger.load_model(find_model(str(tmp_path), "dqn_atari"), 6, 1.0)
 
 
 def test_policies_of_another_network(tmp_path):
@@ -395,7 +449,7 @@ def test_policies_of_another_network(tmp_path):
     The one requirement that it does not meet is named, with the remedy, and no script that it does not come from.
     """
     for name in ("lstm_actor.weight_ih_l0", "mlp_extractor.policy_net.0.bias", "log_std"):
-        message = f"its layers are not those of TeacherNetwork for this game: it lacks [] and has [({name!r}, (6,))]; "
+        message = f"its layers are not those of TeacherNetwork: it lacks [] and has [({name!r}, (6,))]; "
         check_unusable(tmp_path, sb3_zip(WEIGHTS | {"action_net.bias": BIAS, name: BIAS}), message)
     one_frame = "its observations have the shape [1, 84, 84] instead of four frames of 84×84; "
     one_frame += "train it with make_atari_env and VecFrameStack(env, n_stack=4); "
@@ -403,16 +457,19 @@ def test_policies_of_another_network(tmp_path):
         ({"shape": (1, 84, 84)}, one_frame),
         ({"shape": (4, 88, 88)}, "its observations have the shape [4, 88, 88] instead of four frames of 84×84; "),
         ({"normalize_images": False}, "it was trained with normalize_images=False; train it with the default, True; "),
+        ({"num_actions": 10**30}, "its actions are not those of an Atari game; "),
     ):
         check_unusable(tmp_path, sb3_zip(WEIGHTS, **changes), message)
     for state, *messages in (
-        (random_weights("nature", 18), "of TeacherNetwork for this game: ", "_1/kernel', (512, 18))"),
+        (random_weights("nature", 18), "it has 18 actions, and this game has 6; "),
         (changed(_0_weight=np.zeros((32, 3, 8, 8))), "has [('network.0.weight', (32, 3, 8, 8))]", "(8, 8, 3, 32)"),
         (changed(_7_weight=np.zeros((512, 1024))), "has [('network.7.weight', (512, 1024))]", "cannot reshape array"),
         (quantiles(301), "cannot reshape array of size 301"),
+        ({"quantile_net.quantile_net.0.bias": "text"}, "is str, not floating-point numbers"),
     ):
         check_unusable(tmp_path, sb3_zip(state), *messages)
-    assert "the script that saved it" in read_error(tmp_path / "agent.cleanrl_model", sb3_zip(WEIGHTS, shape=[]))
+    own = "a network of your own is read by the script that saved it (enjoy: --script)"
+    assert own in read_error(tmp_path / "agent.cleanrl_model", sb3_zip(WEIGHTS, shape=[]))
     assert "the script that saved it" not in read_error(tmp_path / "agent.zip", sb3_zip(WEIGHTS, shape=[]))
 
 
@@ -515,6 +572,15 @@ def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
             assert find_model(repo, "dqn_atari").samefile(file)
 
 
+def test_a_path_without_its_suffix(tmp_path):
+    """stable-baselines3's functions take one, too. A directory of this name wins."""
+    for suffix in (".cleanrl_model", ".zip", "/dqn_atari.zip"):
+        file = Path(f"{tmp_path / 'ppo_breakout'}{suffix}")
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        assert find_model(str(tmp_path / "ppo_breakout"), "dqn_atari") == file
+
+
 def test_models_alone():
     """A program may import only this helper: huggingface_hub imports its own modules when they are needed."""
     program = "from cleanrl_utils.models import find_model; print(find_model('.', 'dqn_atari').name)"
@@ -557,3 +623,20 @@ def test_path_without_a_model(tmp_path, monkeypatch):
     for repo in (str(tmp_path), "~", "~/pipe"):
         with pytest.raises(UserError, match=f"^no model can be loaded from '{repo}': it has no file dqn_atari.cleanrl"):
             find_model(repo, "dqn_atari")
+
+
+def test_run_that_has_not_ended(tmp_path):
+    """The command that continues it makes its model; the models that it has saved are named."""
+    run_dir = tmp_path / "PongNoFrameskip-v4__dqn_atari_jax__1__1700000000"
+    (run_dir / "checkpoint").mkdir(parents=True)
+    (run_dir / "checkpoint" / "000012.state").touch()
+    resume = f"python cleanrl/dqn_atari_jax.py --resume {run_dir}"
+    for step in (0, 100, 200):
+        if step:
+            (run_dir / f"dqn_atari_jax-online-{step}.cleanrl_model").touch()
+        if step != 100:  # a single model needs no name
+            with pytest.raises(UserError) as caught:
+                find_model(str(run_dir), "dqn_atari")
+            assert f"has not ended: `{resume}` continues it; it has no file dqn_atari.clean" in str(caught.value)
+    assert "from dqn_atari_jax-online-100.cleanrl_model, dqn_atari_jax-online-200.cl" in str(caught.value)
+    assert find_model(str(run_dir), "dqn_atari_jax-online-200").suffix == ".cleanrl_model"
