@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from benchmark import publish
 from cleanrl_utils import evaluation, report
-from cleanrl_utils.checkpoint import MAY_CHANGE
+from cleanrl_utils.checks import annotations
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -42,7 +42,8 @@ def flags_of(file: Path) -> dict[str, str | None]:
     """Return names and defaults, as source text, of the ``Args`` of a program, without importing its libraries."""
     classes = [node for node in ast.parse(read(file)).body if getattr(node, "name", "") == "Args"]
     fields = [field for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
-    return {field.target.id: field.value and ast.unparse(field.value) for field in fields}
+    flags = [field for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
+    return {field.target.id: field.value and ast.unparse(field.value) for field in flags}
 
 
 def has_flag(flags: dict[str, str | None], word: str) -> bool:
@@ -87,7 +88,7 @@ def tags_of(script: Path) -> set[str]:
         "charts/offline/{name}": ["loss", "q_loss", "distill_loss"],
         "charts/{phase}/avg_episodic_return": ["offline", "online"],
     }
-    tags = re.findall(r'add_scalar\(\s*f?"([^"]+)"', source)
+    tags = re.findall(r'"((?:charts|losses|eval)/[^"]+)"', source)
     return {re.sub(r"{\w+}", value, tag) for tag in tags for value in values.get(tag, [""])}
 
 
@@ -121,7 +122,7 @@ def test_every_metric_is_documented() -> None:
 
 def test_flags_that_may_change_are_documented() -> None:
     named = re.findall(r"`--([\w-]+)`", section(DOCS / "resuming.md", "Flags that may change"))
-    assert {name.replace("-", "_") for name in named} == {*MAY_CHANGE.split()} - {"resume"}
+    assert {name.replace("-", "_") for name in named} == annotations(qdagger.Args, str).keys()
 
 
 @each_page
