@@ -20,9 +20,9 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	docs docs-serve requirements clean
 
 help:
-	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 4 to 10 minutes on 2 cores"
+	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 4 to 15 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
-	@echo "make test           run the tests, 5 to 7 minutes on 2 cores"
+	@echo "make test           run the tests, 5 to 11 minutes on 2 cores"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a running Slurm, 5 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
@@ -80,6 +80,8 @@ benchmark: $(VENV)/test
 	$(RUN) benchmark/throughput.py
 	$(RUN) benchmark/throughput.py --backend jax
 
+# Otherwise mkdocs-material advertises its successor in twenty lines.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/docs
 	$(RUN) -m mkdocs build --strict
 

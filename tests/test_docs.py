@@ -1,6 +1,7 @@
-"""README and docs agree with the code: flags, metrics, commands, files, links, results; and the site builds."""
+"""README and docs agree with the code: flags, metrics, commands, files, links, examples; and the site builds."""
 
 import ast
+import contextlib
 import functools
 import os
 import re
@@ -9,9 +10,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import dqn_atari
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
@@ -43,7 +46,7 @@ def flags_of(file: Path) -> dict[str, str | None]:
     classes = [node for node in ast.parse(read(file)).body if getattr(node, "name", "") == "Args"]
     fields = [field for node in classes for field in node.body if isinstance(field, ast.AnnAssign)]
     flags = [field for field in fields if "ClassVar" not in ast.unparse(field.annotation)]
-    return {field.target.id: field.value and ast.unparse(field.value) for field in flags}
+    return {flag.target.id: flag.value and ast.unparse(flag.value) for flag in flags}
 
 
 def has_flag(flags: dict[str, str | None], word: str) -> bool:
@@ -85,7 +88,7 @@ def tags_of(script: Path) -> set[str]:
     values = {  # of a variable in a tag
         "losses/{name}": re.findall(r"^    (\w+): ", losses, re.MULTILINE),
         "charts/{name}/avg_episodic_return": ["teacher", "random"],
-        "charts/offline/{name}": ["loss", "q_loss", "distill_loss"],
+        "charts/offline/{name}": ["loss", "distill_loss"],
         "charts/{phase}/avg_episodic_return": ["offline", "online"],
     }
     tags = re.findall(r'"((?:charts|losses|eval)/[^"]+)"', source)
@@ -122,14 +125,18 @@ def test_every_metric_is_documented() -> None:
 
 def test_flags_that_may_change_are_documented() -> None:
     named = re.findall(r"`--([\w-]+)`", section(DOCS / "resuming.md", "Flags that may change"))
-    assert {name.replace("-", "_") for name in named} == annotations(qdagger.Args, str).keys()
+    may_change = {name for script in (qdagger, dqn_atari) for name in annotations(script.Args, str)}
+    assert {name.replace("-", "_") for name in named} == may_change
 
 
 @each_page
 def test_commands_exist(page: Path) -> None:
-    """Programs, their flags, targets of make, extras and files in commands exist."""
+    """Programs, their flags, targets of make, extras and files in commands exist, or the page makes them."""
     extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    for words in commands(page):
+    copies = {words[2]: words[1] for words in commands(page) if words[:1] == ["cp"]}
+    written = re.findall(r"^The test `([^`]+)`", read(page), re.MULTILINE)
+    for line in commands(page):
+        words = [copies.get(word, word) for word in line]
         if words[:1] == ["make"]:
             assert re.search(rf"^{words[1]}:", read(ROOT / "Makefile"), re.MULTILINE), words
         elif words[:1] in (["pip"], ["poetry"], ["uv"]):
@@ -140,7 +147,7 @@ def test_commands_exist(page: Path) -> None:
             assert file.is_file(), words
             assert not [word for word in words if word.startswith("--") and not has_flag(flags_of(file), word)], words
         for word in words:
-            if re.match(r"(teachers|benchmark|requirements|tests)/", word):
+            if re.match(r"(cleanrl|teachers|benchmark|requirements|tests)/", word) and word not in written:
                 assert list(ROOT.glob(word)), word
 
 
@@ -177,13 +184,44 @@ def test_every_module_is_in_the_table_of_files() -> None:
         assert (ROOT / name).is_file(), name
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_command_of_the_demo_is_documented(page: str) -> None:
+def test_the_command_of_the_demo_is_documented() -> None:
+    """It stands on one page, for Windows."""
     makefile = read(ROOT / "Makefile").replace("\\\n", " ")
     demo = re.search(r"^DEMO := (.*)", makefile, re.MULTILINE)[1]
     teacher = re.search(r"^TEACHER := (.*)", makefile, re.MULTILINE)[1]
     flags = shlex.split(demo.replace("$(TEACHER)", teacher))
-    assert any(sorted(words[2:]) == sorted(flags) for words in commands(ROOT / page))
+    assert [page.name for page in PAGES for words in commands(page) if words[2:] == flags] == ["install.md"]
+
+
+def test_examples_of_a_changed_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each diff applies to both scripts, and the test of its copies fails before it and succeeds after it."""
+    pattern = re.compile(r"^### Example: (.*?)\n(.*?)(?=^###? )", re.DOTALL | re.MULTILINE)
+    examples = dict(pattern.findall(read(DOCS / "contributing.md")))
+    assert [*examples] == ["double DQN", "Huber loss", "margin loss"]
+    test = re.search(r'^```python\n(""".*?)^```', examples["double DQN"], re.DOTALL | re.MULTILINE)[1]
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a script inserts its folder
+    for title, text in examples.items():
+        edited = test.replace("td_loss", "distill_loss") if title == "margin loss" else test
+        for line in re.findall(r"`(EXPECTED = .*?)`", text):
+            edited = re.sub(r"EXPECTED = .*", line, edited)
+        sources = {script: read(script) for script in SCRIPTS[2:]}
+        changed = {}
+        diffs = re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for (script, source), diff in zip(sources.items(), diffs, strict=True):
+            removed, added = ("".join(re.findall(rf"^{sign}(.*\n)", diff, re.MULTILINE)) for sign in ("-", r"\+"))
+            assert source.count(removed) == 1, (title, script.name)
+            changed[script] = source.replace(removed, added)
+        for copies, works in ((sources, False), (changed, True)):
+            for name, source in zip(("qdagger_double", "qdagger_double_jax"), copies.values(), strict=True):
+                module = types.ModuleType(name)
+                module.__file__ = str(tmp_path / f"{name}.py")
+                monkeypatch.setitem(sys.modules, name, module)
+                exec(source, vars(module))
+            functions: dict = {}
+            exec(edited, functions)
+            for name in ("test_pytorch", "test_jax"):
+                with contextlib.nullcontext() if works else pytest.raises(AssertionError):
+                    functions[name]()
 
 
 def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,12 +245,6 @@ def test_tables_of_results_are_those_of_the_csv(page: Path, tmp_path: Path) -> N
     assert read(copy) == read(page)
 
 
-def test_the_full_size_in_the_readme_is_that_of_the_csv() -> None:
-    (run,) = (run for run in publish.read_results() if (run.game, run.exp_name) == ("Breakout", "qdagger-2.5M"))
-    sentences = f"has a return of {run.final_return:.1f}. The teacher has {run.teacher_return:.1f} in this run."
-    assert sentences in section(README, "Results")
-
-
 @pytest.mark.posix
 def test_commands_of_the_results_run_them(tmp_path: Path) -> None:
     """Each row of the table of commands selects the runs that it names, of all games."""
@@ -221,7 +253,7 @@ def test_commands_of_the_results_run_them(tmp_path: Path) -> None:
     python.chmod(0o755)
     table = rows(section(DOCS / "results.md", "Repeat the runs"))
     published = {run.exp_name for run in publish.read_results()}
-    for label, command, _ in table:
+    for label, command in table:
         output = subprocess.run(
             ["bash", "-c", command.split("`")[1]],
             cwd=ROOT,
@@ -275,8 +307,11 @@ def test_the_site_builds(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     pages = {path.stem: read(path) for path in tmp_path.glob("*.html")}
+    titles = [re.search(r"<title>(.*?)</title>", page)[1] for page in pages.values()]
+    assert len(set(titles)) == len(titles) - 1  # that of the page 404 is the site's
+    assert (tmp_path / "search/search_index.js").exists(), "no search without a server"
     assert pages.keys() >= {page.stem for page in PAGES if page.parent.name == "docs"}
-    assert pages["qdagger"].count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 3
+    assert pages["qdagger"].count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 4
     for name, page in pages.items():
         assert not re.search(r"\\[(\[]", page), name
         loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", page)
