@@ -158,10 +158,11 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
         ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
         ({"seed": 2**32}, "--seed from 0 to 2^32 - 1"),
-        ({"env_id": "PongNoFrameskip-v4"}, "it lacks [('network.9.weight', (6, 512))"),
+        ({"env_id": "PongNoFrameskip-v4"}, "is not a usable model: it has 18 actions"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
-        ({"script": Path("nowhere.py")}, "there is no script 'nowhere.py'; give another --script, such as"),
+        ({"script": Path("nowhere.py")}, "there is no Python script 'nowhere.py'; give another --script, such as"),
         ({"script": ROOT / "cleanrl"}, "/cleanrl'; give another --script, such as"),
+        ({"script": ROOT / "README.md"}, "/README.md'; give another --script, such as"),
         (
             {"script": ROOT / "cleanrl" / f"{DQN}.py"},
             f"/{DQN}.py' has no class Teacher, which loads a model; give another --script, such as",
