@@ -707,12 +707,16 @@ def test_helpers_are_those_of_the_clone(script: Any, tmp_path: Path) -> None:
     for package in ("cleanrl", "cleanrl_utils"):
         shutil.copytree(REPO / package, clone / package, ignore=shutil.ignore_patterns("__pycache__"))
     (clone / "cleanrl_utils" / "atari.py").write_text("raise SystemExit('the helpers of the clone')")
-    for path in (clone / "cleanrl" / f"{script.__name__}.py", REPO / "cleanrl" / f"{script.__name__}.py"):
-        # PYTHONPATH has the other clone, as an editable installation has it in sys.path.
-        options = {"cwd": tmp_path, "capture_output": True, "encoding": "utf-8", "timeout": 300}
-        command = [sys.executable, path, "--gamma", "x"]
-        result = subprocess.run(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, **options)
-        assert (result.stderr == "the helpers of the clone\n") == path.is_relative_to(clone), result.stderr
+    # PYTHONPATH has the other clone, as an editable installation has it in sys.path.
+    result = subprocess.run(
+        [sys.executable, clone / "cleanrl" / f"{script.__name__}.py", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert result.stderr == "the helpers of the clone\n"
 
 
 @pytest.mark.posix

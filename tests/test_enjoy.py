@@ -144,7 +144,7 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(args) or np.zeros(3))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
-    with pytest.raises(UserError, match="^'lab/ALE-Alien-v5-c51_atari-seed2' can't be loaded .*: division by zero; "):
+    with pytest.raises(UserError, match=r"^'lab/ALE-Alien-v5-c51_atari-seed2' can't be loaded .*: division by zero; "):
         play("", **flags)
     play(directory, repeat_action_probability=0.1)
     _, _, episodes, make_envs, seed, video_dir = asked[0]
