@@ -61,8 +61,8 @@ def import_script(path: Path) -> ModuleType:
         UserError: there is no such file, or it has no class ``Teacher``.
     """
     remedy = f"give another --script, such as {choose_script('')}"
-    if not path.is_file():
-        raise UserError(f"there is no script {path.as_posix()!r}; {remedy}")
+    if not path.is_file() or path.suffix != ".py":
+        raise UserError(f"there is no Python script {path.as_posix()!r}; {remedy}")
     spec = importlib.util.spec_from_file_location("qdagger_script", path)
     script = importlib.util.module_from_spec(spec)
     sys.modules["qdagger_script"] = script  # where dataclasses look up annotations that are strings

@@ -3,7 +3,6 @@
 import pprint
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ import huggingface_hub as hf
 import numpy as np
 from huggingface_hub import constants, errors, utils
 
-from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors
+from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors, warn
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.tracking import VIDEOS, game_flags, script_of, versions
 
@@ -70,7 +69,8 @@ def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[f
     except Exception as error:
         include = [f"--include={pattern}" for pattern in files]
         command = shell_command(["hf", "upload", repo, str(run_dir), ".", *include])
-        print(f"UPLOAD FAILED ({one_line(error)}): {model_path} is saved; upload it with: {command}", file=sys.stderr)
+        saved = f"the upload failed ({one_line(error)}); the model is saved in {model_path}"
+        warn(f"{saved}; upload it with: {command}")
 
 
 def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:

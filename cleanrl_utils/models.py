@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 from huggingface_hub import errors, utils
 
-from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors
+from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors, warn
 
 Arrays = dict[str, np.ndarray]  # by name
 N = TypeVar("N", bound=Hashable)  # a network of PyTorch or flax
@@ -81,7 +81,7 @@ def download_models(name: str, revision: str | None) -> Path:
     try:
         return Path(hf.snapshot_download(name, revision=revision, **MODEL_FILES))
     except errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
-        print(f"WARNING: the hub can't be reached, and not all models of {name} are cached")
+        warn(f"the hub can't be reached, and not all models of {name} are cached")
         return Path(error.snapshot_path)
     except Exception as error:  # many kinds, of several HTTP libraries
         is_unreachable = isinstance(error, errors.LocalEntryNotFoundError)

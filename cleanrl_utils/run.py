@@ -101,7 +101,11 @@ class Run:
         """
         args = self.args
         with contextlib.ExitStack() as stack:
-            self.directory = make_run_dir(args) if args.resume is None else Path(args.resume)
+            if args.resume is None:
+                self.directory = make_run_dir(args)
+                stack.callback(remove_if_unused, self.directory)
+            else:
+                self.directory = Path(args.resume)
             self.video_dir = VIDEOS / self.directory.name if args.capture_video else None
             stack.callback(lock_run(self.directory).release)
             self._checkpoints = Checkpoints(self.directory)
@@ -262,6 +266,13 @@ class Run:
             return "start it again, as it has no checkpoint yet"
         words = ["python", str(self._script), "--resume", str(self.directory)]
         return f"resume with: {shell_command(words)}"
+
+
+def remove_if_unused(run_dir: Path) -> None:
+    """Remove a run directory that holds nothing but its lock: the run ended before it began."""
+    with contextlib.suppress(OSError):
+        if {path.name for path in run_dir.iterdir()} <= {".lock"}:
+            shutil.rmtree(run_dir)
 
 
 def dump(part: Any) -> bytes:

@@ -1,17 +1,23 @@
 """The scripts as a user runs them: whole small runs, their logs and files, and wrong input."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
+import math
 import os
 import re
+import shlex
+import shutil
+import signal
+import statistics
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import dqn_atari
 import dqn_atari_jax
@@ -20,6 +26,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
+import tyro
 from flax.serialization import to_bytes
 from helpers import (
     DQN,
@@ -27,6 +34,7 @@ from helpers import (
     GAME,
     NETWORKS,
     NUM_ACTIONS,
+    PYTHONPATH,
     REPO,
     STUDENT,
     STUDENT_JAX,
@@ -44,14 +52,17 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleanrl_utils.checkpoint import parse_args
-from cleanrl_utils.checks import check_args, fitting_num_envs, size_problem
-from cleanrl_utils.errors import UserError
+from cleanrl_utils import enjoy
+from cleanrl_utils.checkpoint import Checkpoints
+from cleanrl_utils.checks import Range, annotations, check_args, size_problem
+from cleanrl_utils.errors import UserError, flag, warn
+from cleanrl_utils.evaluation import summarise, warn_of_weak_teacher
 from cleanrl_utils.models import convert, read_arrays
-from cleanrl_utils.tracking import ProgressBar
+from cleanrl_utils.run import Run, parse_args
 
+each_script = pytest.mark.parametrize("script", list(NETWORKS), ids=lambda script: script.__name__)
 TEACHER_TAGS = {"charts/teacher/avg_episodic_return", "charts/random/avg_episodic_return"}
-EVALUATION_TAGS = TEACHER_TAGS | {"eval/episodic_return"}
+EVALUATION_TAGS = TEACHER_TAGS | {"charts/final/avg_episodic_return", "eval/episodic_return"}
 OFFLINE_TAGS = {f"charts/offline/{tag}" for tag in ("loss", "q_loss", "distill_loss", "updates_per_second")}
 EPISODE_TAGS = {"charts/episodic_return", "charts/episodic_length"}
 ONLINE_TAGS = {f"charts/{tag}" for tag in ("epsilon", "distill_coeff", "SPS")}
@@ -73,16 +84,16 @@ class FinishedRun(NamedTuple):
 
 SHORT_EPISODES = """
 import os, runpy, signal, sys
-from cleanrl_utils import atari, checkpoint
+from cleanrl_utils import atari, run
 atari.MAX_FRAMES = 240
-save_if_due, stop_at = checkpoint.Checkpoint.save_if_due, int(sys.argv[1])
+save_if_due, stop_at = run.Run.save_if_due, int(sys.argv[1])
 
 def interrupt(self, *args, **kwargs):
-    if self.state["progress"].offline_update == stop_at:
+    if self._state["progress"].offline_update == stop_at:
         signal.raise_signal(signal.SIGTERM)  # os.kill would end the process on Windows
     save_if_due(self, *args, **kwargs)
 
-checkpoint.Checkpoint.save_if_due = interrupt
+run.Run.save_if_due = interrupt
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -111,8 +122,8 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         flags += f"--teacher_policy_hf_repo {teacher} --teacher-model-exp-name {DQN} --capture-video"
     else:
         flags += f"--teacher_policy_hf_repo {folder}"
-        params = qdagger_jax.load_model(teacher / f"{DQN}.cleanrl_model", NUM_ACTIONS, 1.0)[1]
-        qdagger_jax.save_model(params, folder / f"{DQN_JAX}.cleanrl_model")
+        params = flax_params(read_arrays(teacher / f"{DQN}.cleanrl_model"))
+        (folder / f"{DQN_JAX}.cleanrl_model").write_bytes(to_bytes(params))
         environ["PYTHONPATH"] = f"{without_torch(folder / 'no')}{os.pathsep}{REPO}"
     command = [sys.executable, "-c", SHORT_EPISODES, "80" if script == STUDENT else "-1"]
     command += [str(REPO / "cleanrl" / f"{script}.py")]
@@ -130,22 +141,18 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_metrics(full_run: FinishedRun) -> None:
-    """Every tag has its steps: 0…100 in the offline phase, from there on online, every 100 environment steps.
-
-    Losses come with each third update, as there are three in 100 steps.
-    """
+    """Every tag has its steps: 0…100 in the offline phase, from there on online, every 100 environment steps."""
     steps = {tag: [step for step, _ in points] for tag, points in full_run.scalars.items()}
     online = [100 + step for step in range(0, FULL_STEPS, 4) if step // 100 < (step + 4) // 100]
-    updates = [100 + step for step in range(40, FULL_STEPS, 4) if step // 32 < (step + 4) // 32]
-    assert (len(online), len(updates)) == (11, 33)
+    assert len(online) == 11
     episodes = {tag: steps.pop(tag) for tag in EPISODE_TAGS}
     assert steps == {
         **{tag: [0] for tag in (*TEACHER_TAGS, "charts/teacher/SPS")},
         **{tag: [100] for tag in OFFLINE_TAGS},
         "charts/offline/avg_episodic_return": [65, 100],
         "charts/online/avg_episodic_return": [600, 1100],
-        **dict.fromkeys(ONLINE_TAGS, online),
-        **dict.fromkeys(LOSS_TAGS, updates[2::3]),
+        **dict.fromkeys(ONLINE_TAGS | LOSS_TAGS, online),
+        "charts/final/avg_episodic_return": [100 + FULL_STEPS],
         "eval/episodic_return": [100 + FULL_STEPS],
     }
     for tag, found in episodes.items():
@@ -154,7 +161,15 @@ def test_metrics(full_run: FinishedRun) -> None:
     assert all(np.isfinite(value) for points in full_run.scalars.values() for _, value in points)
 
 
-def test_summary(full_run: FinishedRun) -> None:
+def watch(printed: str) -> list[str]:
+    """Run the command that watches the agent; return its words."""
+    words = shlex.split(re.search("^watch the agent: +(.*)$", printed, re.MULTILINE)[1])
+    assert words[:3] == ["python", "-m", "cleanrl_utils.enjoy"]
+    enjoy.main(tyro.cli(enjoy.Args, args=[*words[3:], "--eval-episodes", "1"]))
+    return words
+
+
+def test_summary(full_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """The last lines give the mean return of every evaluation, as TensorBoard does, and where the videos are.
 
     Where there are none, it is a command that films an episode.
@@ -172,16 +187,23 @@ def test_summary(full_run: FinishedRun) -> None:
         "offline 100": pytest.approx(offline[100], abs=0.06),
         "online 500": pytest.approx(online[600], abs=0.06),
         "online 1000": pytest.approx(online[1100], abs=0.06),
-        "final": pytest.approx(scalars["eval/episodic_return"][0][1], abs=0.06),
+        "final": pytest.approx(scalars["charts/final/avg_episodic_return"][0][1], abs=0.06),
     }
+    assert scalars["charts/final/avg_episodic_return"] == scalars["eval/episodic_return"]  # one episode
     if full_run.script == STUDENT:
         assert f"\nvideos:              videos/{full_run.run_dir.name}\n" in summary
         assert "enjoy" not in summary
         return
     assert "videos" not in summary
-    assert "--repeat-action-probability 0.25 --epsilon 0.8 --capture-video" in summary
-    model = re.search(r"--hf-repository (\S+)", summary)[1]
-    assert full_run.folder / model == full_run.run_dir / f"{full_run.script}.cleanrl_model"
+    assert f"\npicture:             runs/{full_run.run_dir.name}/curves.png\n" in summary
+    monkeypatch.chdir(full_run.folder)
+    monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 240)
+    words = watch(summary)
+    assert words[-5:] == ["--repeat-action-probability", "0.25", "--epsilon", "0.8", "--capture-video"]
+    model = Path("runs", full_run.run_dir.name, f"{full_run.script}.cleanrl_model")
+    played, video = re.findall("(?:with|video:) (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert Path(played) == model
+    assert Path(video).is_file()
 
 
 def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +283,7 @@ def run(small_networks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_student_is_the_teacher(
     full_run: FinishedRun, run: Callable, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A student of either backend teaches the next one, here from the first online step on and in a -v5 game."""
+    """A student of either library teaches the next one, here from the first online step on and in a -v5 game."""
     monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
     flags = {"env_id": "ALE/Klax-v5", "offline_steps": 0, "distill_coefficient": 0.0, "total_timesteps": 110}
     flags |= {"save_model": False, "train_frequency": 50}
@@ -295,7 +317,7 @@ def test_pretraining_alone(
 
     def play_episodes(name: str, act: Callable, *_: Any) -> list[float]:
         evaluations.append(name)
-        act(np.zeros((2, 4, 84, 84), np.uint8))
+        act(np.zeros((2, 4, 84, 84), np.uint8), np.random.default_rng(1))
         return [7.0, 8.0]
 
     monkeypatch.setattr(script, "play_episodes", play_episodes)
@@ -309,9 +331,9 @@ def test_pretraining_alone(
     assert scalars["eval/episodic_return"] == [(4, 7.0), (5, 8.0)]
     models = [run_dir / f"{script.__name__}{suffix}.cleanrl_model" for suffix in ("", "-offline-4")]
     assert models[0].read_bytes() == models[1].read_bytes()
-    output = capsys.readouterr().out
-    assert "WARNING: the teacher is no better than the random policy" in output
-    assert re.search(r"^  offline 4 +7.5 ± +0.5", output, re.MULTILINE)
+    out, err = capsys.readouterr()
+    assert err.count("WARNING: the teacher is not clearly better than the random policy (7.5 against 7.5)") == 1
+    assert re.search(r"^  offline 4 +7.5 ± +0.5$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", [qdagger, qdagger_jax])
@@ -333,27 +355,48 @@ def test_same_seed_same_run(script: Any, teacher: Path, run: Callable, monkeypat
     assert models[0] != models[2]
 
 
-@pytest.mark.parametrize("script", [dqn_atari, dqn_atari_jax])
+@pytest.mark.parametrize(("script", "library"), [(dqn_atari, qdagger), (dqn_atari_jax, qdagger_jax)])
 def test_dqn_makes_a_teacher(
-    script: Any, tmp_path: Path, no_evaluations: list, monkeypatch: pytest.MonkeyPatch
+    script: Any, library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """DQN logs its curves, and QDagger loads its model as a teacher with the same weights."""
+    """DQN logs its curves, and prints its results beside those of the random policy and how to watch it.
+
+    QDagger loads its model as a teacher with the same Q-values.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 200)
     flags = {"num_envs": 1, "total_timesteps": 110, "learning_starts": 40, "buffer_size": 80, "batch_size": 4}
-    script.main(script.Args(env_id=GAME, train_frequency=50, n_step=3, save_model=True, **flags))
+    flags |= {"train_frequency": 50, "n_step": 3, "eval_frequency": 60, "eval_episodes": 2, "end_e": 0.4}
+    agents = []
+    make_agent = script.Agent
+    monkeypatch.setattr(script, "Agent", lambda *args: agents.append(make_agent(*args)) or agents[0])
+    script.main(script.Args(env_id=FULL_GAME, **flags))
     run_dir = only(Path("runs").iterdir())
     scalars = read_scalars(run_dir)
     tags = {"charts/epsilon", "charts/SPS", "losses/td_loss", "losses/q_values"}
     assert {tag: [step for step, _ in scalars[tag]] for tag in tags} == {tag: [99] for tag in tags}
-    assert scalars["eval/episodic_return"][0][0] == 110
+    means = {name: scalars[f"charts/{name}/avg_episodic_return"] for name in ("random", "online", "final")}
+    assert {name: [step for step, _ in points] for name, points in means.items()} == {
+        "random": [0], "online": [60], "final": [110]
+    }  # fmt: skip
+    assert [step for step, _ in scalars["eval/episodic_return"]] == [110, 111]
+
     path = run_dir / f"{script.__name__}.cleanrl_model"
-    saved, _ = convert(read_arrays(path), "torch")
-    loaded = qdagger.load_model(path, NUM_ACTIONS, 1.0)[0].state_dict()
-    assert saved.keys() == loaded.keys()
-    assert all(np.array_equal(saved[key], loaded[key]) for key in saved)
+    hardware = library.choose_hardware(library.Args())
+    observation = np.random.default_rng(1).integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)
+    q_values = library.Teacher(path, NUM_ACTIONS, 1.0, hardware).q_values(observation)
+    np.testing.assert_allclose(q_values, agents[0].q_values(observation), atol=1e-6)
+
+    printed = capsys.readouterr().out
+    table = printed[printed.index(f"\n{FULL_GAME}, episodes at epsilon 0.4 (random: 1), after environment steps\n") :]
+    rows = re.findall(r"^  (\w+(?: \d+)?) +([\d.]+) ± +[\d.]+$", table, re.MULTILINE)
+    assert [name for name, _ in rows] == ["random", "online 60", "final"]
+    assert [float(mean) for _, mean in rows] == [pytest.approx(points[0][1], abs=0.06) for points in means.values()]
+    assert watch(table)[-3:] == ["--epsilon", "0.4", "--capture-video"]
+    assert f"playing 1 episodes of {FULL_GAME} with {path}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("script", list(NETWORKS), ids=lambda script: script.__name__)
+@each_script
 def test_command_lines_of_cleanrl(
     script: Any, teacher: Path, run: Callable, no_evaluations: list, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,14 +431,39 @@ def test_default_teacher(script: Any, name: str, run: Callable, monkeypatch: pyt
         run(script, script.Args(env_id="ALE/Pong-v5", num_envs=1, seed=3, buffer_size=1000, teacher_steps=1000))
 
 
+# ==================== parts of a run ====================
+
+
+class Terminal(io.StringIO):
+    """A terminal as standard error."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("start", [0, 4])
-def test_progress_bar(start: int, capsys: pytest.CaptureFixture) -> None:
-    """It counts updates or environment steps, of which the last call makes fewer, also in a resumed run."""
-    bar = ProgressBar("offline", range(start, 5, 4), "update")
-    assert list(bar) == [0, 4][start // 4 :]
-    last = re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
-    assert last.startswith("offline: 100%")
-    assert " 5/5 " in last
+def test_progress(start: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """It counts updates or environment steps, of which the last call makes fewer, also in a resumed run.
+
+    A terminal shows a bar, and a log file lines.
+    """
+    expected = [0, 4][start // 4 :]
+    for stderr in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        run = Run(tiny())
+        done = []
+        for step in run.steps("offline", "update", range(start, 5, 4)):
+            run.show(f"return {step}")
+            done.append(step)
+        assert done == expected
+        shown = re.split(r"[\r\n]+", stderr.getvalue().strip())[-1]
+        printed = capsys.readouterr().out
+        if stderr.isatty():
+            assert re.match(r"offline: 100%.* 5/5 .*return 4", shown), shown
+            assert printed == ""
+        else:
+            assert shown == ""
+            assert re.fullmatch(r"offline: 5 of 5 updates, [\d.]+ updates/s, return 4\n", printed), printed
 
 
 sizes = st.integers(1, 200)
@@ -405,16 +473,51 @@ sizes = st.integers(1, 200)
 def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
     """`num_envs` is halved until the sizes fit, which is printed."""
     args = qdagger.Args(num_envs=data.draw(st.sampled_from([3, 16, 32])), n_step=data.draw(st.integers(1, 5)), **flags)
+    given_flags = dataclasses.asdict(args)
     candidates = [args.num_envs >> i for i in range(6) if args.num_envs >> i]
     if size_problem(args, 1):
         with pytest.raises(UserError, match=r"one environment|before the first update"):
             check_args(args, torch.device("cpu"), step_bytes=7000)
         return
-    check_args(args, torch.device("cpu"), step_bytes=7000)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        num_envs = fitting_num_envs(args)
-    assert num_envs == next(n for n in candidates if not size_problem(args, n))
+        used = check_args(args, torch.device("cpu"), step_bytes=7000)
+    num_envs = next(n for n in candidates if not size_problem(args, n))
+    assert dataclasses.asdict(used) == given_flags | {"num_envs": num_envs}
+    assert dataclasses.asdict(args) == given_flags
     assert bool(out.getvalue()) == (num_envs != args.num_envs)
+
+
+several_returns = st.lists(st.integers(0, 30), min_size=2, max_size=4)
+
+
+@given(of_teacher=several_returns, of_random=several_returns)
+def test_share_of_the_teacher(of_teacher: list[int], of_random: list[int]) -> None:
+    """The table has it if the teacher's mean return exceeds the random policy's by more than the standard error.
+
+    Otherwise there is a warning at the start, since the share would be noise, and λ too.
+    """
+    difference = statistics.mean(of_teacher) - statistics.mean(of_random)
+    error = math.hypot(*(statistics.stdev(values) / len(values) ** 0.5 for values in (of_teacher, of_random)))
+    if math.isclose(difference, error):
+        return
+    returns = {"teacher": of_teacher, "random": of_random, "final": [7]}
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        warn_of_weak_teacher(returns)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        summarise(qdagger.Args(), Path("no run"), returns)
+    if difference > error:
+        share = (7 - statistics.mean(of_random)) / difference
+        ends = [" 100%", " 0%", f" {share:.0%}"]
+        assert "random = 0 %, teacher = 100 %\n" in out.getvalue()
+        assert err.getvalue() == ""
+    else:
+        ends = ["", "", ""]
+        assert "100 %" not in out.getvalue()
+        assert re.fullmatch(r"WARNING: the teacher is not clearly better .*\n", err.getvalue())
+    rows = re.findall(r"^  (teacher|random|final) +[\d.]+ ± +[\d.]+(.*)$", out.getvalue(), re.MULTILINE)
+    assert [name for name, _ in rows] == list(returns)
+    for (_, rest), end in zip(rows, ends, strict=True):
+        assert (rest.endswith(end) and rest.strip() == end.strip()) if end else rest == ""
 
 
 # ==================== wrong input ====================
@@ -435,8 +538,17 @@ def refuse(script: Any, args: Any) -> str:
     return str(error.value)
 
 
+def complaint(script: Any, args: Any) -> str:
+    """Return the line with which the script refuses flags before it looks for game and teacher, or ""."""
+    try:
+        script.set_up(args)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def assert_refused(args: qdagger.Args | dqn_atari.Args, *words: str) -> None:
-    """Check that both backends refuse ``args`` in the same line, which has all ``words``."""
+    """Check that the scripts of both libraries refuse ``args`` in the same line, which has all ``words``."""
     script, other = (qdagger, qdagger_jax) if isinstance(args, qdagger.Args) else (dqn_atari, dqn_atari_jax)
     message = refuse(script, args)
     assert [word for word in words if word not in message] == [], message
@@ -444,34 +556,37 @@ def assert_refused(args: qdagger.Args | dqn_atari.Args, *words: str) -> None:
     assert re.sub(memory, "", refuse(other, twin(args, other))) == re.sub(memory, "", message)
 
 
-NAN = float("nan")
-INF = float("inf")
 FILE = f"{DQN}.cleanrl_model"
-VALUES: list[tuple[str, list]] = [
-    ("num_envs", [0, -2, 5000, 10**400]), ("batch_size", [0]), ("train_frequency", [0]), ("n_step", [0, 10**9]),
-    ("seed", [-1, 2**64]),
-    ("target_network_frequency", [0]), ("total_timesteps", [-1, 10**400]), ("buffer_size", [0]), ("eval_episodes", [0]),
-    ("gamma", [2.0, -0.1, NAN]), ("tau", [-1.0, 1.5]), ("start_e", [1.1]), ("end_e", [-0.1, NAN]),
-    ("exploration_fraction", [2.0, NAN]), ("learning_rate", [0.0, -1e-4, NAN, INF]), ("learning_starts", [-1]),
-    ("repeat_action_probability", [-0.1, 1.0, NAN]), ("checkpoint_minutes", [-1.0, NAN, INF]),
-    ("temperature", [0.0, NAN, INF]), ("offline_steps", [-1]), ("distill_coefficient", [-1.0, NAN]),
-    ("online_learning_rate", [0.0, NAN]), ("final_learning_rate", [0.0]), ("offline_eval_frequency", [0]),
-    ("online_eval_frequency", [0]), ("teacher_eval_episodes", [0]), ("teacher_steps", [0]), ("warmup_updates", [-1]),
-]  # fmt: skip
+NONSENSE = {
+    "gamma": 1.1, "tau": 1.1, "start_e": 1.1, "end_e": 1.1, "exploration_fraction": 1.1, "temperature": 0.0,
+    "learning_rate": 0.0, "online_learning_rate": 0.0, "final_learning_rate": 0.0, "distill_coefficient": -0.1,
+    "checkpoint_minutes": -0.1, "num_envs": 0, "batch_size": 0, "train_frequency": 0, "n_step": 0,
+    "target_network_frequency": 0, "buffer_size": 0, "teacher_steps": 0, "eval_episodes": 0, "teacher_eval_episodes": 0,
+    "eval_frequency": 0, "online_eval_frequency": 0, "offline_eval_frequency": 0, "total_timesteps": -1,
+    "offline_steps": -1, "learning_starts": -1, "warmup_updates": -1, "seed": -1,
+}  # fmt: skip
+"""A value of each number that no limit may allow."""
 
 
-@pytest.mark.parametrize(("name", "values"), VALUES)
-def test_value_out_of_range(name: str, values: list, teacher: Path) -> None:
-    """The message names the flag and the value."""
-    for value in values:
-        args = tiny(teacher, **{name: value})
-        assert_refused(args, "--" + name.replace("_", "-"), str(value)[:20])
-        if hasattr(dqn_atari.Args, name):
-            assert_refused(twin(args, dqn_atari), "--" + name.replace("_", "-"), str(value)[:20])
+@each_script
+def test_value_out_of_range(script: Any) -> None:
+    """Every number has limits, and what is beyond them is refused in one line with the flag, value and limits."""
+    limits = annotations(script.Args, Range)
+    numbers = {name for name, hint in get_type_hints(script.Args).items() if {int, float} & {hint, *get_args(hint)}}
+    # Which probabilities a game can have is known to AtariEnvs, below.
+    assert numbers - {"repeat_action_probability"} == limits.keys()
+    assert limits.keys() <= NONSENSE.keys()
+    for name, (low, high) in limits.items():
+        for value in (NONSENSE[name], low - 1, high + 1, -(10**400), 10**400, math.nan, math.inf, -math.inf):
+            message = complaint(script, script.Args(**{name: value}))
+            assert message == f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}"
+        for value in (low, high):
+            assert "it must be between" not in complaint(script, script.Args(**{name: value}))
 
 
-def test_eval_frequency_of_dqn() -> None:
-    assert_refused(dqn_atari.Args(env_id=GAME, eval_frequency=0), "--eval-frequency is 0; it must be between 1 and")
+@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
+def test_sticky_actions_out_of_range(value: float, teacher: Path) -> None:
+    assert_refused(tiny(teacher, repeat_action_probability=value), "--repeat-action-probability", str(value))
 
 
 @pytest.mark.parametrize(
@@ -490,7 +605,6 @@ def test_eval_frequency_of_dqn() -> None:
         ({"buffer_size": 5}, ("--buffer-size is 5; one environment and --n-step 1 need at least 6",)),
         ({"teacher_steps": 5}, ("--teacher-steps", "at least 6")),
         ({"upload_model": True, "save_model": False}, ("--upload-model", "--no-save-model")),
-        ({"final_learning_rate": 1e-5, "distill_coefficient": 0.0}, ("--final-learning-rate", "--distill-coefficient")),
         ({"buffer_size": 10**10}, ("--buffer-size", "GB", "10,000,000,000")),
         ({"teacher_steps": 10**10}, ("--teacher-steps", "GB", "10,000,000,000")),
         ({"batch_size": 3_000_000}, ("--batch-size", "GB", "3,000,000")),
@@ -498,12 +612,13 @@ def test_eval_frequency_of_dqn() -> None:
         ({"exp_name": "a/b"}, ("--exp-name",)),
         ({"exp_name": "字" * 90}, ("--exp-name",)),
         ({"env_id": "KlaxxNoFrameskip-v4"}, ("--env-id 'KlaxxNoFrameskip-v4'", "Klax")),
+        ({"total_timesteps": 0, "offline_steps": 0}, ("there is nothing to train; raise one",)),
     ],
 )
 def test_flags_that_cannot_work(changes: dict, words: tuple[str, ...], teacher: Path) -> None:
     """Contradictions, sizes that memory lacks and unknown games are found before a long phase starts."""
     assert_refused(tiny(teacher, **changes), *words)
-    if not changes.keys() & {"teacher_steps", "final_learning_rate"}:
+    if not changes.keys() & {"teacher_steps", "offline_steps"}:
         assert_refused(twin(tiny(teacher, **changes), dqn_atari), *words)
 
 
@@ -522,13 +637,47 @@ def test_missing_compiler(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "needs the C++ compiler nowhere" in refuse(qdagger, tiny(teacher, compile=True))
 
 
-@pytest.mark.parametrize(("project", "mode", "word"), [("cleanRL", "ofline", "mode"), ("a/b", "offline", "project")])
-def test_wrong_settings_of_wandb(project: str, mode: str, word: str, tmp_path: Path) -> None:
-    """They end in one line."""
-    flags = f"--env-id {GAME} --buffer-size 1000 --track --wandb-project-name {project}"
-    result = run_script(DQN, tmp_path, *flags.split(), WANDB_MODE=mode)
+@pytest.mark.parametrize("error", ["UsageError", "AuthenticationError", "CommError"])
+def test_failed_login_of_wandb(error: str, no_evaluations: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one line, and leaves no run directory that looks like a run."""
+    wandb = pytest.importorskip("wandb")
+
+    def fail(**_: Any) -> None:
+        raise getattr(wandb.errors, error)("no API key\nconfigured")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    with pytest.raises(UserError) as caught:
+        dqn_atari.main(dqn_atari.Args(env_id=GAME, buffer_size=1000, track=True))
+    remedy = "check --wandb-* and WANDB_*, run `wandb login`, or set WANDB_MODE=offline"
+    assert str(caught.value) == f"W&B can't start: no API key configured; {remedy}"
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_a_failed_start_keeps_the_files_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed, or whose directory holds more than its lock, is not removed."""
+    monkeypatch.setattr("cleanrl_utils.run.start_wandb", lambda *_: 1 / 0)
+    kept = Path("runs/kept")
+    kept.mkdir(parents=True)
+    with pytest.raises(UserError, match="there is no checkpoint"), Run(dqn_atari.Args(resume=str(kept), track=True)):
+        pass
+    assert kept.exists()
+
+    def fail(args: Any, run_dir: Path) -> None:
+        (run_dir / "wandb_id").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cleanrl_utils.run.start_wandb", fail)
+    with pytest.raises(KeyboardInterrupt), Run(dqn_atari.Args(track=True)):
+        pass
+    assert len(list(Path("runs").glob("*/wandb_id"))) == 1
+
+
+def test_wrong_setting_of_wandb(tmp_path: Path) -> None:
+    """The real W&B refuses it, here a mode that it lacks."""
+    result = run_script(DQN, tmp_path, "--env-id", GAME, "--buffer-size", 1000, "--track", WANDB_MODE="ofline")
     assert result.returncode == 2, result.stderr
-    assert re.fullmatch(rf"error: W&B can't start: .*{word}.*\n", result.stderr), result.stderr
+    assert re.fullmatch(r"error: W&B can't start: .*mode.*\n", result.stderr), result.stderr
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -546,3 +695,65 @@ def test_wrong_input_in_a_shell(script: str, flags: str, word: str, tmp_path: Pa
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1, result.stderr
     assert word in result.stderr
+
+
+# ==================== how a script is started ====================
+
+
+@each_script
+def test_helpers_are_those_of_the_clone(script: Any, tmp_path: Path) -> None:
+    """Of two clones, of which one is installed, each script finds the helpers beside it."""
+    clone = tmp_path / "clone"
+    for package in ("cleanrl", "cleanrl_utils"):
+        shutil.copytree(REPO / package, clone / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (clone / "cleanrl_utils" / "atari.py").write_text("raise SystemExit('the helpers of the clone')")
+    # PYTHONPATH has the other clone, as an editable installation has it in sys.path.
+    result = subprocess.run(
+        [sys.executable, clone / "cleanrl" / f"{script.__name__}.py", "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert result.stderr == "the helpers of the clone\n"
+
+
+@pytest.mark.posix
+def test_script_that_is_started_by_another_program(tmp_path: Path) -> None:
+    """A run under a profiler is one of the script: its checkpoint and the command that resumes it name the script."""
+    path = REPO / "cleanrl" / f"{DQN}.py"
+    flags = f"--env-id {GAME} --num-envs 1 --buffer-size 100 --learning-starts 50 --batch-size 4 --eval-episodes 1"
+    command = [sys.executable, "-m", "cProfile", "-o", tmp_path / "profile", path, *flags.split()]
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, encoding="utf-8") as process:
+        for line in process.stdout:
+            if line.startswith("random: return"):
+                process.send_signal(signal.SIGTERM)
+                break
+        printed = process.stdout.read()
+    run_dir = only((tmp_path / "runs").iterdir())
+    assert printed.splitlines()[-1] == (f"stopped by SIGTERM; resume with: python {path} --resume runs/{run_dir.name}")
+    assert run_dir.name.startswith(f"{GAME}__{DQN}__1__")
+    state, _ = Checkpoints(run_dir).load(DQN)
+    assert state["script"] == DQN
+
+
+def test_a_missing_package_is_named_by_python(tmp_path: Path) -> None:
+    """Neither the search for it nor a message of the script's own hides which package is missing."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text("import sys; sys.modules['gymnasium'] = None")
+    result = run_script(DQN, tmp_path, PYTHONPATH=os.pathsep.join([str(hidden), PYTHONPATH]))
+    assert result.returncode == 1
+    assert "ModuleNotFoundError" in result.stderr.splitlines()[-1]
+    assert "gymnasium" in result.stderr.splitlines()[-1]
+
+
+def test_warnings_have_one_form(capsys: pytest.CaptureFixture) -> None:
+    """All are made by one function."""
+    warn("the disk is nearly full")
+    assert capsys.readouterr() == ("", "WARNING: the disk is nearly full\n")
+    for file in [*(REPO / "cleanrl").glob("*.py"), *(REPO / "cleanrl_utils").glob("*.py")]:
+        own = re.findall(r"(?i)[\"']warning: .*", file.read_text(encoding="utf-8"))
+        assert len(own) == (file.name == "errors.py"), own

@@ -1,5 +1,6 @@
-"""The command that plays a saved model: which script and backend, the same episodes for all, bad input."""
+"""The command that plays a saved model: which script and library, the same episodes for all, bad input."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 from flax.serialization import to_bytes
-from helpers import flax_params
+from helpers import DQN, PYTHONPATH, flax_params
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
@@ -42,20 +43,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DQN with random weights, in both formats."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(1)
-    network = qdagger.TeacherNetwork(NUM_ACTIONS)
-    qdagger.save_model(network, folder / "dqn_atari.cleanrl_model")
-    weights = {name: array.numpy() for name, array in network.state_dict().items()}
+    state_dict = qdagger.TeacherNetwork(NUM_ACTIONS).state_dict()
+    torch.save(state_dict, folder / "dqn_atari.cleanrl_model")
+    weights = {name: array.numpy() for name, array in state_dict.items()}
     (folder / "dqn_atari_jax.cleanrl_model").write_bytes(to_bytes(flax_params(weights)))
     return folder
 
 
 def play(repository: Path | str, **flags: object) -> np.ndarray:
+    """Play with the command's function, as a user would with these flags."""
     flags = {"env_id": GAME, "eval_episodes": 2, "epsilon": 0.5, "seed": 5} | flags
     return enjoy.main(enjoy.Args(hf_repository=str(repository), **flags))
 
 
 def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixture) -> None:
-    """Both backends and formats, a file or its directory. Rounding does not decide between these actions."""
+    """Both libraries and formats, a file or its directory. Rounding does not decide between these actions."""
     expected = play(directory)
     assert expected.shape == (2,)
     assert len({*expected}) > 1
@@ -130,10 +132,10 @@ def test_greedy_episodes_repeat(directory: Path, capsys: pytest.CaptureFixture) 
     """A warning says so where nothing but the no-ops is random."""
     returns = play(directory, epsilon=0, eval_episodes=3)
     warning = f"WARNING: 3 episodes have {len(set(returns))} different returns: "
-    assert warning in capsys.readouterr().out
+    assert warning in capsys.readouterr().err
     for flags in ({"epsilon": 0.01}, {"repeat_action_probability": 0.1}):
         play(directory, **{"epsilon": 0} | flags)
-        assert "WARNING" not in capsys.readouterr().out
+        assert "WARNING" not in capsys.readouterr().err
 
 
 def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +144,12 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(enjoy, "play_episodes", lambda *args: asked.append(args) or np.zeros(3))
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
-    with pytest.raises(UserError, match="repository 'lab/ALE-Alien-v5-c51_atari-seed2': division by zero"):
+    with pytest.raises(UserError, match=r"^'lab/ALE-Alien-v5-c51_atari-seed2' can't be loaded .*: division by zero; "):
         play("", **flags)
     play(directory, repeat_action_probability=0.1)
     _, _, episodes, make_envs, seed, video_dir = asked[0]
     assert (make_envs.args, make_envs.keywords) == ((GAME,), {"repeat_action_probability": 0.1})
-    assert (episodes, seed, video_dir) == (2, 1005, None)
+    assert (episodes, seed, video_dir) == (2, 5, None)
 
 
 @pytest.mark.parametrize(
@@ -155,13 +157,15 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     [
         ({"eval_episodes": 0}, "--eval-episodes must be at least 1"),
         ({"epsilon": float("nan")}, "--epsilon from 0 to 1"),
-        ({"env_id": "PongNoFrameskip-v4"}, "it lacks [('network.9.weight', (6, 512))"),
+        ({"seed": 2**32}, "--seed from 0 to 2^32 - 1"),
+        ({"env_id": "PongNoFrameskip-v4"}, "is not a usable model: it has 18 actions"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
-        ({"script": Path("nowhere.py")}, "'nowhere.py' cannot be imported:"),
-        ({"script": ROOT / "README.md"}, "README.md' cannot be imported:"),
+        ({"script": Path("nowhere.py")}, "there is no Python script 'nowhere.py'; give another --script, such as"),
+        ({"script": ROOT / "cleanrl"}, "/cleanrl'; give another --script, such as"),
+        ({"script": ROOT / "README.md"}, "/README.md'; give another --script, such as"),
         (
-            {"script": ROOT / "cleanrl" / "dqn_atari.py"},
-            "has no attribute 'load_model'; give another --script, such as",
+            {"script": ROOT / "cleanrl" / f"{DQN}.py"},
+            f"/{DQN}.py' has no class Teacher, which loads a model; give another --script, such as",
         ),
     ],
 )
@@ -172,23 +176,42 @@ def test_bad_input(flags: dict, message: str, directory: Path) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_user_without_torch(directory: Path, tmp_path: Path) -> None:
-    """JAX plays PyTorch's model. PyTorch's script is refused in one line that names the other.
+def enjoy_command(directory: Path, *flags: object, path: str = PYTHONPATH) -> subprocess.CompletedProcess:
+    """Run the command. Klax is over within a few hundred steps, and has 18 actions."""
+    command = [sys.executable, "-m", "cleanrl_utils.enjoy", "--hf-repository", directory, "--eval-episodes", "1"]
+    command += ["--env-id", "KlaxNoFrameskip-v4", "--exp-name", DQN, *flags]
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, encoding="utf-8", timeout=300)
 
-    Klax is over within a few hundred steps, and has 18 actions.
-    """
+
+def test_an_edited_copy_plays(directory: Path, tmp_path: Path) -> None:
+    """Also with annotations that are strings, from a folder without the helpers."""
+    copy = tmp_path / "my_qdagger.py"
+    source = Path(qdagger.__file__).read_text(encoding="utf-8")
+    copy.write_text(source.replace("\nimport os\n", "\nfrom __future__ import annotations\n\nimport os\n", 1), "utf-8")
+    result = enjoy_command(directory, "--script", copy)
+    assert "enjoy: return " in result.stdout, result.stderr
+    assert "from __future__" in copy.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("line", ["import no_such_package", "class Teacher(NoSuchName): pass", "def ("])
+def test_an_error_in_an_edited_copy_has_its_traceback(line: str, directory: Path, tmp_path: Path) -> None:
+    """It names the line of the copy; a message without it would be useless."""
+    copy = tmp_path / "my_qdagger.py"
+    copy.write_text(f"import os\n{line}\n")
+    result = enjoy_command(directory, "--script", copy)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert f'File "{copy}", line 2' in result.stderr
+    assert re.match("(ModuleNotFound|Name|Syntax)Error: ", result.stderr.splitlines()[-1])
+
+
+def test_a_user_without_torch(directory: Path, tmp_path: Path) -> None:
+    """JAX plays PyTorch's model. PyTorch's script fails with Python's own error, which names the missing package."""
     (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
-    command = [sys.executable, "-m", "cleanrl_utils.enjoy", "--hf-repository", str(directory), "--eval-episodes", "1"]
-    command += ["--env-id", "KlaxNoFrameskip-v4", "--exp-name", "dqn_atari"]
-    environment = {"PATH": "", "PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_HUB_OFFLINE": "1"}
-    jax, torch = (
-        subprocess.run([*command, *more], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        for more in ([], ["--script", qdagger.__file__])
-    )
-    assert jax.returncode == 0, jax.stderr
-    assert "enjoy: return " in jax.stdout
-    assert torch.returncode == 2
-    assert len(torch.stderr.splitlines()) == 1
-    assert "qdagger_dqn_atari_impalacnn.py' cannot be imported: " in torch.stderr
-    assert "give another --script, such as " in torch.stderr
-    assert torch.stderr.endswith("qdagger_dqn_atari_jax_impalacnn.py\n")
+    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
+    result = enjoy_command(directory, path=path)
+    assert "enjoy: return " in result.stdout, result.stderr
+    result = enjoy_command(directory, "--script", qdagger.__file__, path=path)
+    assert result.returncode == 1
+    assert result.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n")
