@@ -202,21 +202,18 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return q_network, policy
 
 
-@pytest.fixture(
-    scope="module", params=[f"{script.__name__}, {size}" for script in LEARNERS for size in ("few", "many")]
-)
+RUNS = {f"{script.__name__}, {('few', 'many')[i]}": (script, i) for script in LEARNERS for i in range(2)}
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def run(
     request: pytest.FixtureRequest, teachers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Recorder:
     """Run a script with small networks; few environments have a Q-network as teacher, many a policy."""
-    name, size = request.param.split(", ")
-    script = next(script for script in LEARNERS if script.__name__ == name)
-    q_network, policy = teachers
-    if size == "few":
-        recorder = Recorder(script, q_network, **EVERY_SIZE, **FEW_ENVIRONMENTS)
-    else:
-        recorder = Recorder(script, policy, **EVERY_SIZE, **MANY_ENVIRONMENTS)
-    recorder.is_policy = size == "many"
+    script, is_policy = RUNS[request.param]
+    size = MANY_ENVIRONMENTS if is_policy else FEW_ENVIRONMENTS
+    recorder = Recorder(script, teachers[is_policy], **EVERY_SIZE, **size)
+    recorder.is_policy = is_policy
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -239,7 +236,7 @@ def test_replay_holds_what_happened(run: Recorder, teachers: tuple[Path, Path]) 
     calls = [run.of(call, "teacher data", "online") for call in ("add", "recv", "send")]
     for add, recv, send in zip(*calls, strict=True):
         assert add.phase == recv.phase == send.phase
-        assert add.observation is recv.before
+        np.testing.assert_array_equal(add.observation, recv.before)
         np.testing.assert_array_equal(add.action, send.taken)
         assert add.result is recv.result
     if run.has_teacher:
@@ -296,7 +293,8 @@ def test_seeds_of_resumed_phases(
     monkeypatch.chdir(tmp_path)
     recorder = Recorder(script, teachers[0], seed=7, online_eval_frequency=1000)
     resume = None
-    for recorder.stop_after in [{"teacher data": 3}] * recorder.has_teacher + [{"online": 4}]:
+    for stop in [{"teacher data": 3}] * recorder.has_teacher + [{"online": 4}]:
+        recorder.stop_after = stop
         with pytest.raises(SystemExit):
             recorder.main(resume=resume)
         resume = str(only(Path("runs").iterdir()))
@@ -330,7 +328,7 @@ def test_exploration(run: Recorder) -> None:
         assert [choice.epsilon for choice in chosen] == pytest.approx(expected)
         assert len(set(expected)) > 4
         for choice, send in zip(chosen, run.of("send", phase), strict=True):
-            assert send.chosen is choice.returned
+            np.testing.assert_array_equal(send.chosen, choice.returned)
     assert run.of("epsilon_greedy", "online")[-1].epsilon == pytest.approx(args.end_e)
 
 
@@ -339,9 +337,9 @@ def test_policies(run: Recorder) -> None:
     received = {phase: iter(run.of("recv", phase)) for phase in ("teacher data", "online")}
     for computed, choice in zip(run.calls, run.calls[1:], strict=False):
         if choice.call == "epsilon_greedy":
-            assert choice.q_values is computed.returned
+            np.testing.assert_array_equal(choice.q_values, computed.returned)
             if choice.phase in received:
-                assert computed.observation is next(received[choice.phase]).before
+                np.testing.assert_array_equal(computed.observation, next(received[choice.phase]).before)
             by_teacher = run.has_teacher and choice.phase in ("teacher", "random", "teacher data")
             assert type(computed.of) is (run.script.Teacher if by_teacher else LEARNERS[run.script])
             if run.has_teacher:
@@ -374,25 +372,25 @@ def test_evaluations(run: Recorder) -> None:
         elif each.call == "checkpoint":
             found.append(f"checkpoint with {type(vars(each).get('replay')).__name__}")
     n = args.num_envs
-    frequency = args.online_eval_frequency if run.has_teacher else args.eval_frequency
     first = -(-args.learning_starts // n) * n  # the first step with updates
-    expected = ["checkpoint with NoneType"]
-    due = []  # with the updates before
+    due = []
+    expected: list[Any] = ["checkpoint with NoneType"]
     if run.has_teacher:
+        frequency = args.online_eval_frequency
         expected += [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
         expected.append("checkpoint with Replay")  # the teacher data
-        offline = {*range(0, run.offline_steps, args.offline_eval_frequency), run.offline_steps} - {0}
-        due += [("offline", i, i) for i in sorted(offline)]
+        steps = {*range(0, run.offline_steps, args.offline_eval_frequency), run.offline_steps} - {0}
+        due += [(f"offline {i}", "teacher data", i) for i in sorted(steps)]
     else:
+        frequency = args.eval_frequency
         expected.append(("random", args.eval_episodes, "", 0))
-    for step in range(n, args.total_timesteps, n):
-        if multiples(frequency, step - n, step):
-            due.append(("online", step, run.offline_steps + multiples(args.train_frequency, first, step)))
-    for phase, step, updates_before in due:
-        during = "teacher data" if phase == "offline" else phase
-        expected += [f"{args.exp_name}-{phase}-{step}.cleanrl_model", "checkpoint with Replay"]
-        expected.append((f"{phase} {step}", args.eval_episodes, during, updates_before))
-        if (phase, step) == ("offline", run.offline_steps):
+    for i in range(n, args.total_timesteps, n):
+        if multiples(frequency, i - n, i):
+            due.append((f"online {i}", "online", run.offline_steps + multiples(args.train_frequency, first, i)))
+    for name, during, updates_before in due:
+        expected.append(f"{args.exp_name}-{name.replace(' ', '-')}.cleanrl_model")
+        expected += ["checkpoint with Replay", (name, args.eval_episodes, during, updates_before)]
+        if name == f"offline {run.offline_steps}":
             expected.append("checkpoint with NoneType")  # the teacher's replay buffer is not needed any more
     expected += [f"{args.exp_name}.cleanrl_model", "checkpoint with NoneType"]
     expected.append(("final", args.eval_episodes, "online", updates))
@@ -418,17 +416,24 @@ def test_saved_models_are_those_evaluated(run: Recorder) -> None:
 
 
 def test_updates_that_are_due(run: Recorder) -> None:
-    """Each phase has its gradient steps and target updates in this order, whatever ``num_envs`` is."""
+    """Each phase has its gradient steps and target updates in this order, whatever ``num_envs`` is.
+
+    They are steps of the optimizer, with transitions of the newest replay buffer.
+    """
     args = run.args
     n = args.num_envs
     found = []
+    replay = None
     for each in run.calls:
         if each.call == "update":
             found += ["gradient step"] * each.steps
+            assert each.replay is replay
+            learner = each.of
         elif each.call == "update_target":
             found.append(f"target {each.tau}")
         elif each.call == "add":
             found.append(each.phase)
+            replay = each.of
     expected = []
     if run.has_teacher:
         expected += ["teacher data"] * (args.teacher_steps // n)
@@ -441,22 +446,11 @@ def test_updates_that_are_due(run: Recorder) -> None:
             expected += ["target 0.5"] * multiples(args.target_network_frequency, step, step + n)
         expected.append("online")
     assert found == expected
-
-
-def test_updates_are_gradient_steps_on_the_newest_replay_buffer(run: Recorder) -> None:
-    """An update makes a gradient step for each of its learning rates."""
-    replay = None
-    for each in run.calls:
-        if each.call == "add":
-            replay = each.of
-        elif each.call == "update":
-            assert each.replay is replay
-    learner = run.of("update")[0].of
     if isinstance(learner.optimizer, torch.optim.Optimizer):
         counts = [state["step"] for state in learner.optimizer.state.values()]
     else:
         counts = [count for _, count in optax.tree.get_all_with_path(learner.state.optimizer_state, "count")]
-    assert {int(count) for count in counts} == {sum(each.steps for each in run.of("update"))}
+    assert {int(count) for count in counts} == {found.count("gradient step")}
 
 
 def distill_coefficients(run: Recorder) -> list[float]:
@@ -465,8 +459,8 @@ def distill_coefficients(run: Recorder) -> list[float]:
     found = []
     recent = []
     for recv in run.of("recv", "online"):
-        gap = (teacher_return - np.mean(recent[-10:])) / (teacher_return - random_return) if recent[9:] else 1.0
-        found.append(run.args.distill_coefficient * min(max(gap, 0.0), 1.0))
+        share = (teacher_return - np.mean(recent[-10:])) / (teacher_return - random_return) if recent[9:] else 1.0
+        found.append(run.args.distill_coefficient * min(max(share, 0.0), 1.0))
         recent += [episodic_return for _, episodic_return, _ in recv.result.episodes]
     assert len(set(found)) > 4
     return found
@@ -499,17 +493,16 @@ def test_curves(run: Recorder) -> None:
     """The curves have the points of the run: unclipped returns, lengths, ε and λ as used, the last losses."""
     args = run.args
     n = args.num_envs
+    offline_steps = run.offline_steps
     expected = {}
 
     def log(tag: str, value: float, step: int) -> None:
         expected.setdefault(tag, []).append((step, pytest.approx(value, rel=1e-6)))
 
-    offline_steps = 0
     step = 0  # of the online phase
     updates = 0
     losses = {}  # of the last update in the online phase
     if run.has_teacher:
-        offline_steps = args.offline_steps
         coefficients = distill_coefficients(run)
         log("charts/teacher/SPS", STEPS_PER_SECOND, 0)
     for each in run.calls:
@@ -517,9 +510,8 @@ def test_curves(run: Recorder) -> None:
             name, _, number = each.phase.partition(" ")
             at = int(number or 0) + {"online": offline_steps, "final": offline_steps + step}.get(name, 0)
             log(f"charts/{name}/avg_episodic_return", np.mean(each.returns), at)
-            if name == "final":
-                for i, episodic_return in enumerate(each.returns):
-                    log("eval/episodic_return", episodic_return, at + i)
+            for i, episodic_return in enumerate(each.returns if name == "final" else []):
+                log("eval/episodic_return", episodic_return, at + i)
         elif each.call == "update":
             updates += each.steps
             if each.phase == "online":
