@@ -4,7 +4,6 @@ The updates are called here and not by ``main``: so the floor is on the actions 
 the returns of a few episodes. What ``main`` calls, and when, is tested in test_main.py.
 """
 
-import functools
 from types import ModuleType
 from typing import Any
 
@@ -98,47 +97,52 @@ class Corridors:
         return StepResult(self.observation, reward, self.ended, np.zeros(NUM_ENVS, bool), reset, [])
 
 
-def fill(replay: Any, envs: Corridors, teacher_q_values: np.ndarray | None) -> np.ndarray:
-    """Add steps of random actions; return an observation of each state, uint8 (STATES, 4, 84, 84)."""
-    observations = np.zeros((STATES, 4, 84, 84), np.uint8)
-    for _ in range(STEPS):
-        state = envs.state
-        observation = envs.observation
-        observations[state] = observation
-        action = envs.rng.integers(0, NUM_ACTIONS, NUM_ENVS)
-        of_teacher = [] if teacher_q_values is None else [teacher_q_values[state]]
-        replay.add(observation, action, envs.step(action), *of_teacher)
-    assert (observations[:, -1] == envs.frames).all(), "a state was not visited"
-    return observations
+class Task:
+    """A replay buffer of random actions, and a student or agent that learns from it.
 
+    ``teacher_action`` is the action of the teacher in each state, (STATES,), and never the best one.
+    """
 
-def learn(script: ModuleType, seed: int, distill_coefficient: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Learn from random actions; return the learnt, the teacher's and the best action of each state, (STATES,)."""
-    flags = {"gamma": GAMMA, "learning_rate": LEARNING_RATE, "batch_size": BATCH_SIZE, "temperature": 0.1}
-    args = twin(qdagger.Args(seed=seed, **flags), script)
-    hardware = script.choose_hardware(args)
-    envs = Corridors(np.random.default_rng(seed))
-    best_action = envs.meanings.argmin(axis=1)
-    teacher_action = (best_action + envs.rng.integers(1, NUM_ACTIONS, STATES)) % NUM_ACTIONS  # never the best
-    size = STEPS * NUM_ENVS
-    if script in (qdagger, qdagger_jax):
-        replay = script.Replay(size, NUM_ENVS, NUM_ACTIONS, args.n_step, hardware)
-        observations = fill(replay, envs, TEACHER_GAP * np.eye(NUM_ACTIONS, dtype=np.float32)[teacher_action])
-        learner = script.Student(args, NUM_ACTIONS, hardware)
-        updates = functools.partial(learner.update, replay, distill_coefficient, [LEARNING_RATE] * TARGET_EVERY)
-    else:
-        replay = script.Replay(size, NUM_ENVS, args.n_step, hardware)
-        observations = fill(replay, envs, None)
-        learner = script.Agent(args, NUM_ACTIONS, hardware)
+    def __init__(self, script: ModuleType, seed: int):
+        flags = {"gamma": GAMMA, "learning_rate": LEARNING_RATE, "batch_size": BATCH_SIZE, "temperature": 0.1}
+        args = twin(qdagger.Args(seed=seed, **flags), script)
+        hardware = script.choose_hardware(args)
+        size = STEPS * NUM_ENVS
+        self.envs = Corridors(np.random.default_rng(seed))
+        self.best_action = self.envs.meanings.argmin(axis=1)
+        self.teacher_action = (self.best_action + self.envs.rng.integers(1, NUM_ACTIONS, STATES)) % NUM_ACTIONS
+        self.has_teacher = script in (qdagger, qdagger_jax)
+        if self.has_teacher:
+            self.replay = script.Replay(size, NUM_ENVS, NUM_ACTIONS, args.n_step, hardware)
+            self.learner = script.Student(args, NUM_ACTIONS, hardware)
+        else:
+            self.replay = script.Replay(size, NUM_ENVS, args.n_step, hardware)
+            self.learner = script.Agent(args, NUM_ACTIONS, hardware)
+        self.observations = np.zeros((STATES, 4, 84, 84), np.uint8)  # one of each state
+        self.add(STEPS)
+        assert (self.observations[:, -1] == self.envs.frames).all(), "a state was not visited"
 
-        def updates() -> None:
-            for _ in range(TARGET_EVERY):
-                learner.update(replay)
+    def add(self, steps: int) -> None:
+        """Add steps of random actions to the replay buffer."""
+        teacher_q_values = TEACHER_GAP * np.eye(NUM_ACTIONS, dtype=np.float32)[self.teacher_action]
+        for _ in range(steps):
+            state = self.envs.state
+            observation = self.envs.observation
+            self.observations[state] = observation
+            action = self.envs.rng.integers(0, NUM_ACTIONS, NUM_ENVS)
+            of_teacher = [teacher_q_values[state]] if self.has_teacher else []
+            self.replay.add(observation, action, self.envs.step(action), *of_teacher)
 
-    for _ in range(UPDATES // TARGET_EVERY):
-        updates()
-        learner.update_target(1.0)
-    return learner.q_values(observations).argmax(axis=1), teacher_action, best_action
+    def learn(self, distill_coefficient: float, updates: int = UPDATES) -> np.ndarray:
+        """Make updates, and move the target network; return the learnt action of each state, (STATES,)."""
+        for _ in range(updates // TARGET_EVERY):
+            if self.has_teacher:
+                self.learner.update(self.replay, distill_coefficient, [LEARNING_RATE] * TARGET_EVERY)
+            else:
+                for _ in range(TARGET_EVERY):
+                    self.learner.update(self.replay)
+            self.learner.update_target(1.0)
+        return self.learner.q_values(self.observations).argmax(axis=1)
 
 
 @pytest.fixture(autouse=True)
@@ -151,12 +155,36 @@ def tile_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("script", [qdagger, qdagger_jax])
 def test_student_comes_to_act_as_its_teacher(script: ModuleType) -> None:
     """At a small temperature, the teacher's small preferences outweigh rewards, by which it is wrong everywhere."""
-    action, teacher_action, _ = learn(script, seed=1, distill_coefficient=1.0)
-    assert (action == teacher_action).mean() >= FLOOR
+    task = Task(script, seed=1)
+    assert (task.learn(distill_coefficient=1.0) == task.teacher_action).mean() >= FLOOR
 
 
 @pytest.mark.parametrize("script", TILE_NETWORKS)
 def test_rewards_are_maximised(script: ModuleType) -> None:
     """DQN, and a student at λ = 0, find the actions that lead to the end of each corridor."""
-    action, _, best_action = learn(script, seed=1, distill_coefficient=0.0)
-    assert (action == best_action).mean() >= FLOOR
+    task = Task(script, seed=1)
+    assert (task.learn(distill_coefficient=0.0) == task.best_action).mean() >= FLOOR
+
+
+@pytest.mark.parametrize("script", TILE_NETWORKS)
+def test_updates_use_the_steps_that_can_be_sampled(script: ModuleType) -> None:
+    """Rewards of other steps, which are NaN, do not reach the Q-values, also when the buffer has wrapped around.
+
+    The target network begins as a copy of the Q-network: the first update of it changes nothing.
+    """
+    task = Task(script, seed=1)
+    state = task.learner.dump()
+    task.learner.update_target(1.0)
+    assert task.learner.dump() == state
+    task.add(STEPS // 2)
+    replay = task.replay
+    steps = range(replay.steps_added - replay.length, replay.steps_added)
+    unused = set(steps) - set(replay.sampled_steps())
+    assert len(unused) == 4
+    for step in unused:
+        slot = step % replay.length
+        arrays = {name: array.copy() for name, array in replay.read(slot, slot + 1).items()}
+        arrays["reward"][:] = np.nan
+        replay.write(slot, arrays)
+    task.learn(distill_coefficient=1.0, updates=TARGET_EVERY)
+    assert np.isfinite(task.learner.q_values(task.observations)).all()
