@@ -28,7 +28,7 @@ STATES = COLOURS * LENGTH
 FORWARD = 0
 EXIT = 1  # the other actions go back to the first room
 EXIT_REWARD = 0.3
-GAMMA = 0.8  # the first room is worth 0.8³: more than the exit, and less than an exit after which life goes on
+GAMMA = 0.8  # the first room is worth 0.8³, which is more than the exit
 STEPS = 250  # of each environment
 LEARNING_RATE = 1e-3
 BATCH_SIZE = 64
@@ -67,7 +67,8 @@ TILE_NETWORKS |= {qdagger_jax: FlaxTileNetwork, dqn_atari_jax: FlaxTileNetwork}
 class Corridors:
     """Corridors of several colours: each ends with a reward of 1, and has an exit with a smaller one in every room.
 
-    Each state, a room of a corridor, has a frame of its own, and actions with meanings of its own.
+    Each state, a room of a corridor, has a frame of its own, and actions with meanings of its own. An episode ends in
+    the last room: a bootstrap from there would make exits more valuable than the way.
     """
 
     def __init__(self, rng: np.random.Generator):
@@ -90,7 +91,8 @@ class Corridors:
         start = self.rng.integers(0, STATES, NUM_ENVS)
         first_room = self.state - self.state % LENGTH
         self.ended = arrives | leaves
-        self.state = np.select([reset, self.ended, forward], [start, self.state, self.state + 1], first_room)
+        last_room = first_room + LENGTH - 1
+        self.state = np.select([reset, self.ended, forward], [start, last_room, self.state + 1], first_room)
         older = np.where(reset[:, None, None, None], 0, self.observation[:, 1:])
         self.observation = np.concatenate([older, self.frames[self.state][:, None]], axis=1)
         reward = arrives + EXIT_REWARD * leaves
