@@ -1,15 +1,20 @@
 """What ``main`` does: each script runs once per set of sizes, and a recorder notes the calls that it makes.
 
-The environments return noise, so that each step differs from all others. Evaluations return numbers drawn at random.
+The environments return noise, so that each step differs from all others.
 """
 
+import functools
 import inspect
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import jax
+import dqn_atari
+import dqn_atari_jax
 import numpy as np
 import optax
 import pytest
@@ -17,126 +22,148 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.serialization import to_bytes
-from helpers import (
-    DQN,
-    GAME,
-    NETWORKS,
-    NUM_ACTIONS,
-    SMALL_NETWORKS,
-    Scalars,
-    flax_params,
-    only,
-    read_scalars,
-    tiny,
-    twin,
-    write_teacher,
-)
+from helpers import DQN, GAME, NUM_ACTIONS, SMALL_NETWORKS, flax_params, only, read_scalars, tiny, twin, write_teacher
 
 from cleanrl_utils import atari
-from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.models import read_arrays
+from cleanrl_utils.run import Run
 
 LOG_EVERY = 20
-STEPS_PER_SECOND, UPDATES_PER_SECOND = 1024, 256  # by the recorder's clock; powers of two give exact quotients
+STEPS_PER_SECOND = 1024  # by the recorder's clock; powers of two give exact quotients
+UPDATES_PER_SECOND = 256
 EVERY_SIZE = {"repeat_action_probability": 0.125, "bf16": False, "checkpoint_minutes": 0, "seed": 7, "tau": 0.5}
 EVERY_SIZE |= {"start_e": 0.9, "end_e": 0.2, "exploration_fraction": 0.8, "distill_coefficient": 0.75}
 EVERY_SIZE |= {"warmup_updates": 14, "online_learning_rate": 2e-3, "final_learning_rate": 5e-4, "learning_rate": 1e-3}
-EVERY_SIZE |= {"eval_episodes": 3, "teacher_eval_episodes": 2, "temperature": 0.5}
+EVERY_SIZE |= {"eval_episodes": 4, "teacher_eval_episodes": 2, "temperature": 0.5}
 FEW_ENVIRONMENTS = {"num_envs": 2, "train_frequency": 5, "target_network_frequency": 6, "learning_starts": 33}
 FEW_ENVIRONMENTS |= {"offline_steps": 21, "offline_eval_frequency": 8, "teacher_steps": 41, "total_timesteps": 110}
-FEW_ENVIRONMENTS |= {"online_eval_frequency": 40, "buffer_size": 61}
+FEW_ENVIRONMENTS |= {"online_eval_frequency": 40, "buffer_size": 61, "capture_video": True}
 MANY_ENVIRONMENTS = {"num_envs": 16, "train_frequency": 2, "target_network_frequency": 12, "learning_starts": 60}
-MANY_ENVIRONMENTS |= {"offline_steps": 8, "offline_eval_frequency": 4, "teacher_steps": 140, "total_timesteps": 200}
+MANY_ENVIRONMENTS |= {"offline_steps": 8, "offline_eval_frequency": 4, "teacher_steps": 140, "total_timesteps": 250}
 MANY_ENVIRONMENTS |= {"online_eval_frequency": 50, "buffer_size": 140, "n_step": 2}
-SIZES = {"few environments": FEW_ENVIRONMENTS, "many environments": MANY_ENVIRONMENTS}
-
-
-def bound(function: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names, with the defaults of those that are missing."""
-    call = inspect.signature(function).bind(*args, **kwargs)
-    call.apply_defaults()
-    return call.arguments
+LEARNERS = {qdagger: qdagger.Student, qdagger_jax: qdagger_jax.Student}
+LEARNERS |= {dqn_atari: dqn_atari.Agent, dqn_atari_jax: dqn_atari_jax.Agent}
 
 
 class Recorder:
-    """A run whose calls are noted in their order, each with its phase: "offline", "online" or an evaluation's name."""
+    """A run whose calls are noted in their order.
 
-    def __init__(self, script: Any, args: Any, q_of_teacher: Callable[[np.ndarray], np.ndarray] | None):
+    Each has its arguments by name, what it returned, the object ``of`` the method, and the phase: the stream of the
+    environments that train, so that offline updates are in "teacher data", or the name of an evaluation.
+    """
+
+    def __init__(self, script: ModuleType, teacher: Path, **flags: Any):
         self.script = script
-        self.is_jax = hasattr(script, "jax")
-        self.args = args
-        self.q_of_teacher = q_of_teacher  # None in DQN
+        self.has_teacher = script in (qdagger, qdagger_jax)
+        self.args = twin(tiny(teacher, **flags), script)
+        if not self.has_teacher:
+            self.args.eval_frequency = flags["online_eval_frequency"]
+        self.offline_steps = self.args.offline_steps if self.has_teacher else 0
         self.calls: list[SimpleNamespace] = []
         self.phase = ""
-        self.next_phases = ["offline", "online"] if q_of_teacher else ["online"]
         self.clock = 0.0
-        self.gradient_steps = 0
-        self.observation = np.zeros(0)
-        self.state: Any = None  # of the JAX scripts, the newest
         self.rng = np.random.default_rng(5)
-        names = ("epsilon_greedy", "make_update", "update_target", "play_episodes")
-        self.functions = {name: getattr(script, name) for name in names}
-        self.make_envs = AtariEnvs.__init__
-        self.add_to_replay = script.Replay.add
-        self.scalars: Scalars = {}
+        self.stop_after: dict[str, int] = {}  # steps of the environments until a signal, by their stream
 
-    def main(self, folder: Path) -> None:
-        """Run the script in a folder, with functions that take notes."""
+    def main(self, **changes: Any) -> None:
+        """Run the script in this folder, with functions that take notes."""
+        script = self.script
+        learner = LEARNERS[script]
+        functions = [(learner, name) for name in ("q_values", "update", "update_target", "save")]
+        functions += [(script.Replay, "add"), (script, "epsilon_greedy"), (Run, "save")]
+        if self.has_teacher:
+            functions.append((script.Teacher, "q_values"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
             patch.setattr("time.perf_counter", lambda: self.clock)
             patch.setattr("cleanrl_utils.device.available_cores", lambda: 1)
-            patch.setattr(self.script, "summarise", lambda *args: None, raising=False)  # it draws a figure
-            patch.setattr(self.script, "LOG_EVERY", LOG_EVERY)
-            patch.setattr(self.script, "QNetwork", SMALL_NETWORKS[self.script])
-            for name in self.functions:
-                patch.setattr(self.script, name, getattr(self, name))
-            patch.setattr(self.script.Replay, "add", lambda *args, **kwargs: self.add(*args, **kwargs))
-            patch.setattr(AtariEnvs, "__init__", lambda *args, **kwargs: self.init_envs(*args, **kwargs))
-            patch.setattr(AtariEnvs, "reset", lambda envs, seed=None: self.reset(envs))
-            patch.setattr(AtariEnvs, "send", lambda envs, action: self.send(envs, action))
-            patch.setattr(AtariEnvs, "recv", lambda envs: self.recv(envs))
-            patch.setattr(AtariEnvs, "close", lambda envs: None)
-            self.script.main(self.args)
-        self.scalars = read_scalars(only((folder / "runs").iterdir()))
+            patch.setattr("cleanrl_utils.run.summarise", lambda *args: None)  # it draws a figure
+            patch.setattr("imageio.get_writer", mock.MagicMock())
+            patch.setattr(script, "LOG_EVERY", LOG_EVERY)
+            patch.setattr(script, "QNetwork", SMALL_NETWORKS[script])
+            patch.setattr(script, "AtariEnvs", lambda *args, **flags: Noise(self, *args, **flags))
+            patch.setattr(script, "play_episodes", functools.partial(self.play_episodes, script.play_episodes))
+            for owner, name in functions:
+                call = "checkpoint" if owner is Run else name
+                patch.setattr(owner, name, self.noting(call, getattr(owner, name)))
+            script.main(replace(self.args, **changes))
 
     def note(self, call: str, **values: Any) -> None:
         """Note a call."""
         self.calls.append(SimpleNamespace(call=call, phase=self.phase, **values))
 
+    def noting(self, call: str, function: Callable) -> Callable:
+        """Return a function that notes its calls."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            values = inspect.signature(function).bind(*args, **kwargs).arguments
+            returned = function(*args, **kwargs)
+            if call == "update":
+                values["steps"] = len(values.get("learning_rates", [0]))
+                values["losses"] = {name: float(term) for name, term in returned._asdict().items()}
+                self.clock += (self.phase == "teacher data") * values["steps"] / UPDATES_PER_SECOND
+            self.note(call, of=values.pop("self", None), returned=returned, **values)
+            return returned
+
+        return noted
+
+    def play_episodes(self, play: Callable, name: str, *args: Any) -> list[float]:
+        """Note an evaluation and the phase in which it is made."""
+        during = self.phase
+        self.phase = name
+        returns = play(name, *args)
+        self.note("evaluate", returns=returns, during=during)
+        self.phase = during
+        return returns
+
     def of(self, call: str, *phases: str) -> list[SimpleNamespace]:
-        """Return the calls of a name in some phases."""
-        return [each for each in self.calls if each.call == call and each.phase in phases]
+        """Return the calls of a function, in some phases only if they are given."""
+        return [each for each in self.calls if each.call == call and each.phase in (phases or [each.phase])]
 
-    def init_envs(self, *args: Any, **kwargs: Any) -> None:
-        """Note the flags; no emulator is started."""
-        flags = bound(self.make_envs, args, kwargs)
-        envs = flags.pop("self")
-        envs.num_envs = flags["num_envs"]
-        envs.num_actions = NUM_ACTIONS
-        self.note("init_envs", flags=flags)
 
-    def reset(self, envs: AtariEnvs) -> np.ndarray:
-        """Begin the next phase."""
-        self.phase = self.next_phases.pop(0)
-        self.observation = self.noise(envs.num_envs)
+class Noise:
+    """Environments of noise. They note calls, and an episode of an evaluation ends in its first step."""
+
+    num_actions = NUM_ACTIONS
+
+    def __init__(self, recorder: Recorder, env_id: str, num_envs: int, **flags: Any):
+        self.recorder = recorder
+        self.rng = recorder.rng
+        self.num_envs = num_envs
+        recorder.note("init_envs", flags={"env_id": env_id, "num_envs": num_envs, **flags})
+
+    def reset(self, seed: int, stream: str, step: int = 0) -> np.ndarray:
+        """Begin the phase of the stream if it is one of the training."""
+        self.recorder.note("reset", seed=seed, stream=stream, step=step)
+        self.stream = stream
+        self.steps = 0
+        if stream in ("teacher data", "online"):
+            self.recorder.phase = stream
+            self.recorder.clock += 1000  # the speed is logged from here on
+        self.observation = self.noise()
         return self.observation
 
-    def send(self, envs: AtariEnvs, action: np.ndarray) -> np.ndarray:
+    def noise(self) -> np.ndarray:
+        """Draw observations."""
+        return self.rng.integers(0, 256, (self.num_envs, 4, 84, 84), np.uint8)
+
+    def send(self, action: np.ndarray) -> np.ndarray:
         """Take other actions than those chosen, as FIRE does where it replaces one."""
-        taken = (action + self.rng.integers(1, NUM_ACTIONS, envs.num_envs)) % NUM_ACTIONS
-        self.note("send", chosen=action, taken=taken)
+        taken = (action + self.rng.integers(1, NUM_ACTIONS, self.num_envs)) % NUM_ACTIONS
+        self.recorder.note("send", chosen=action, taken=taken)
         return taken
 
-    def recv(self, envs: AtariEnvs) -> Step:
-        """Return noise, rewards beyond ±1, and episodes whose returns make λ fall."""
-        n = envs.num_envs
+    def recv(self) -> StepResult:
+        """Return noise, rewards beyond ±1, and returns by which λ falls in the online phase."""
+        n = self.num_envs
+        is_training = self.stream in ("teacher data", "online")
         before = self.observation
-        self.observation = self.noise(n)
-        reset = self.rng.random(n) < 0.25
-        returns = self.rng.integers(10, 150, n).tolist()
+        self.observation = self.noise()
+        reset = (self.rng.random(n) < 0.25) | (not is_training)
+        low, high = {"teacher": (100, 120), "random": (10, 30), "online": (10, 150)}.get(self.recorder.phase, (30, 50))
+        returns = self.rng.integers(low, high, n).tolist()
         lengths = self.rng.integers(1000, 2000, n).tolist()
-        result = Step(
+        result = StepResult(
             observation=self.observation,
             reward=self.rng.integers(-5, 6, n, dtype=np.int32),
             terminated=~reset & (self.rng.random(n) < 0.2),
@@ -144,246 +171,179 @@ class Recorder:
             reset=reset,
             episodes=[(env, returns[env], lengths[env]) for env in np.flatnonzero(reset).tolist()],
         )
-        self.clock += n / STEPS_PER_SECOND
-        self.note("recv", before=before, result=result)
+        self.steps += 1
+        self.recorder.clock += is_training * n / STEPS_PER_SECOND
+        self.recorder.note("recv", before=before, result=result)
+        if self.steps == self.recorder.stop_after.get(self.stream):
+            signal.raise_signal(signal.SIGTERM)
         return result
 
-    def noise(self, num_envs: int) -> np.ndarray:
-        """Draw observations."""
-        return self.rng.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
+    def step(self, action: np.ndarray) -> StepResult:
+        """Call both."""
+        self.send(action)
+        return self.recv()
 
-    def epsilon_greedy(self, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Note the policy, and the student's Q-values for the newest observation."""
-        choose = self.functions["epsilon_greedy"]
-        policy = {"temperature": 0.0, **bound(choose, args, kwargs)}  # DQN's has no temperature
-        action = choose(*args, **kwargs)
-        self.note("choose", **policy, action=action, seen=self.observation, q_of_student=self.q_of_student())
-        return action
-
-    def q_of_student(self) -> np.ndarray | None:
-        """Compute the student's Q-values for the newest observation; None before its first update in JAX."""
-        if self.state is not None:
-            return np.asarray(self.apply(self.state.params, self.observation))
-        if self.is_jax or not hasattr(self, "made"):
-            return None
-        with torch.no_grad():
-            return self.made["q_network"](torch.tensor(self.observation)).numpy()
-
-    def add(self, *args: Any, **kwargs: Any) -> None:
-        """Note what is added to a replay buffer."""
-        values = bound(self.add_to_replay, args, kwargs)
-        self.replay = values.pop("self")
-        result = values.pop("result")
-        arrays = {name: np.asarray(value).copy() for name, value in values.items()}
-        self.note("add", replay=self.replay, result=result, **arrays)
-        self.add_to_replay(*args, **kwargs)
-
-    def make_update(self, *args: Any, **kwargs: Any) -> Callable:
-        """Let updates note the gradient steps that the optimizer counts, the learning rate, the data and the losses."""
-        make = self.functions["make_update"]
-        self.made = bound(make, args, kwargs)
-        if self.is_jax:
-            self.apply = jax.jit(self.made["q_network"].apply)
-        update = make(*args, **kwargs)
-
-        def noted_update(*args: Any, **kwargs: Any) -> Any:
-            values = {**self.made, **bound(update, args, kwargs)}
-            data = (values["ring"] is self.replay.ring, values["low"], values["high"])
-            expected_data = (True, *self.replay.window)
-            if self.gradient_steps == 0:  # the target network begins as a copy
-                if self.is_jax:
-                    pairs = zip(*map(jax.tree.leaves, values["state"][:2]), strict=True)
-                else:
-                    pairs = zip(values["q_network"].parameters(), values["target_network"].parameters(), strict=True)
-                assert all(bool((array == copied).all()) for array, copied in pairs)
-            result = update(*args, **kwargs)
-            losses = result
-            if self.is_jax:
-                self.state, losses = result
-                counts = [count for _, count in optax.tree.get_all_with_path(self.state.optimizer_state, "count")]
-                learning_rate = getattr(self.state.optimizer_state, "hyperparams", {}).get("learning_rate")
-            else:
-                counts = [state["step"] for state in self.made["optimizer"].state.values()]
-                learning_rate = self.made["optimizer"].param_groups[0]["lr"]
-            learning_rate = learning_rate and float(learning_rate)
-            new = max(map(int, counts)) - self.gradient_steps
-            self.gradient_steps += new
-            if self.phase == "offline":
-                self.clock += new / UPDATES_PER_SECOND
-            terms = {name: float(term) for name, term in losses._asdict().items()}
-            self.note("update", new=new, total=self.gradient_steps, learning_rate=learning_rate, losses=terms)
-            assert data == expected_data
-            return result
-
-        return noted_update
-
-    def update_target(self, *args: Any, **kwargs: Any) -> Any:
-        """Note the fraction."""
-        move = self.functions["update_target"]
-        values = bound(move, args, kwargs)
-        self.note("update_target", tau=values["tau"])
-        result = move(*args, **kwargs)
-        if self.is_jax:
-            self.state = result
-        else:
-            networks = (values["target_network"], values["q_network"])
-            assert networks == (self.made["target_network"], self.made["q_network"])
-            assert networks[0] is not networks[1]
-        return result
-
-    def play_episodes(self, *args: Any, **kwargs: Any) -> list[float]:
-        """Let the policy act once; return higher returns for the teacher than for the random policy."""
-        values = bound(self.functions["play_episodes"], args, kwargs)
-        name = values["name"]
-        episodes = values["episodes"]
-        if self.phase == "":  # not in the training, whose speed is logged
-            self.clock += 1000
-        during = self.phase
-        observation = self.observation
-        self.phase = name
-        self.observation = self.noise(2)
-        values["make_envs"](num_envs=1, seed=values["seed"])
-        values["act"](self.observation)
-        returns = (self.rng.integers(0, 20, episodes) + {"teacher": 100, "random": 10}.get(name, 30)).tolist()
-        self.note("evaluate", episodes=episodes, returns=returns, during=during, total=self.gradient_steps)
-        self.phase = during
-        self.observation = observation
-        return returns
+    def close(self) -> None:
+        """Do nothing."""
 
 
 # ==================== runs ====================
 
 
 @pytest.fixture(scope="module")
-def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Write a Q-network, and a policy of the same weights: its outputs are logits."""
-    q_network = write_teacher(tmp_path_factory.mktemp("q_network"))
-    layers = flax_params(read_arrays(q_network / f"{DQN}.cleanrl_model"))["params"]
+    folder = tmp_path_factory.mktemp("teachers")
+    q_network = write_teacher(folder) / f"{DQN}.cleanrl_model"
+    layers = flax_params(read_arrays(q_network))["params"]
     layers["actor"] = layers.pop("Dense_1")
-    policy = tmp_path_factory.mktemp("policy") / "policy"
+    policy = folder / "policy"
     policy.write_bytes(to_bytes({"params": layers}))
-    return {"few environments": q_network, "many environments": policy}
+    return q_network, policy
 
 
-def teacher_network(path: Path) -> torch.nn.Module:
-    """Load the weights of :func:`teachers` without the scripts' function."""
-    network = qdagger.TeacherNetwork(NUM_ACTIONS)
-    network.load_state_dict(torch.load(path / f"{DQN}.cleanrl_model"))
-    return network
-
-
-RUNS = {f"{script.__name__}, {sizes}": (script, sizes) for script in NETWORKS for sizes in SIZES}
+RUNS = {f"{script.__name__}, {('few', 'many')[i]}": (script, i) for script in LEARNERS for i in range(2)}
 
 
 @pytest.fixture(scope="module", params=RUNS)
 def run(
-    request: pytest.FixtureRequest, teachers: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, teachers: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Recorder:
-    """Run a script with small networks."""
-    script, sizes = RUNS[request.param]
-    args = twin(tiny(teachers[sizes], **EVERY_SIZE, **SIZES[sizes]), script)
-    if hasattr(args, "eval_frequency"):  # in DQN
-        args.eval_frequency = SIZES[sizes]["online_eval_frequency"]
-    q_of_teacher = None
-    if script in (qdagger, qdagger_jax):
-        network = teacher_network(teachers["few environments"])
-        scale = args.temperature if sizes == "many environments" else 1.0  # Q_T stands for τ times a policy's logits
-
-        @torch.no_grad()
-        def q_of_teacher(observation: np.ndarray) -> np.ndarray:
-            return scale * network(torch.tensor(observation)).numpy()
-
-    recorder = Recorder(script, args, q_of_teacher)
-    recorder.main(tmp_path_factory.mktemp("run"))
+    """Run a script with small networks; few environments have a Q-network as teacher, many a policy."""
+    script, is_policy = RUNS[request.param]
+    size = MANY_ENVIRONMENTS if is_policy else FEW_ENVIRONMENTS
+    recorder = Recorder(script, teachers[is_policy], **EVERY_SIZE, **size)
+    recorder.is_policy = is_policy
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        recorder.main()
+    recorder.directory = only((folder / "runs").iterdir())
     return recorder
+
+
+@pytest.mark.parametrize(("script", "jax_script"), [(qdagger, qdagger_jax), (dqn_atari, dqn_atari_jax)])
+def test_main_is_one_text(script: ModuleType, jax_script: ModuleType) -> None:
+    """What the libraries force apart is above it."""
+    assert inspect.getsource(script.main) == inspect.getsource(jax_script.main)
 
 
 # ==================== what is stored ====================
 
 
-def test_replay_holds_what_happened(run: Recorder) -> None:
+def test_replay_holds_what_happened(run: Recorder, teachers: tuple[Path, Path]) -> None:
     """Each step has the observation before it, the action that was taken, its result, and the teacher's Q-values."""
-    added = run.of("add", "offline", "online")
-    received = run.of("recv", "offline", "online")
-    sent = run.of("send", "offline", "online")
-    assert len(added) == len(received) == len(sent) > 0
-    for add, recv, send in zip(added, received, sent, strict=True):
+    calls = [run.of(call, "teacher data", "online") for call in ("add", "recv", "send")]
+    for add, recv, send in zip(*calls, strict=True):
         assert add.phase == recv.phase == send.phase
         np.testing.assert_array_equal(add.observation, recv.before)
         np.testing.assert_array_equal(add.action, send.taken)
         assert add.result is recv.result
-    if run.q_of_teacher:
-        q_values = run.q_of_teacher(np.concatenate([add.observation for add in added]))
-        np.testing.assert_allclose(np.concatenate([add.teacher_q_values for add in added]), q_values, rtol=0, atol=1e-4)
+    if run.has_teacher:
+        network = qdagger.TeacherNetwork(NUM_ACTIONS)
+        network.load_state_dict(torch.load(teachers[0]))
+        with torch.no_grad():
+            outputs = network(torch.from_numpy(np.concatenate([add.observation for add in calls[0]])))
+        q_values = outputs * (run.args.temperature if run.is_policy else 1.0)  # a policy's logits are Q-values / τ
+        found = np.concatenate([add.teacher_q_values for add in calls[0]])
+        np.testing.assert_allclose(found, q_values, rtol=0, atol=1e-4)
 
 
 def test_sizes_of_phases_and_replay_buffers(run: Recorder) -> None:
-    """Both are rounded to whole steps of all environments; the online phase has a buffer of its own."""
-    n = run.args.num_envs
-    sizes = {"online": (-(-run.args.total_timesteps // n), run.args.buffer_size // n)}
-    if run.q_of_teacher:
-        sizes["offline"] = (run.args.teacher_steps // n,) * 2
-    for phase, (steps, length) in sizes.items():
+    """Both are rounded to whole steps of all environments; each phase has a buffer of its own."""
+    args = run.args
+    n = args.num_envs
+    sizes = [("online", -(-args.total_timesteps // n), args.buffer_size // n)]
+    if run.has_teacher:
+        sizes.append(("teacher data", args.teacher_steps // n, args.teacher_steps // n))
+    for phase, steps, length in sizes:
         added = run.of("add", phase)
         assert len(added) == steps
-        assert {id(add.replay) for add in added} == {id(added[0].replay)}
-        assert added[0].replay.length == length
-    assert len({id(add.replay) for add in run.of("add", *sizes)}) == len(sizes)
+        assert {id(add.of) for add in added} == {id(added[0].of)}
+        assert added[0].of.length == length
+    assert len({id(add.of) for add in run.of("add")}) == len(sizes)
+
+
+# ==================== environments ====================
 
 
 def test_environments_have_the_flags(run: Recorder) -> None:
-    """Training and evaluations play the same game, with other seeds."""
-    game = {name: getattr(run.args, name) for name in ("env_id", "repeat_action_probability")}
-    training, *evaluations = [each.flags for each in run.calls if each.call == "init_envs"]
-    assert training == {**game, "num_envs": run.args.num_envs, "seed": run.args.seed, "images": {}}
-    for flags in evaluations:
-        assert flags == {**game, "num_envs": 1, "seed": run.args.seed + 1000, "images": {}}
+    """Training, evaluations and videos are of the same game."""
+    for i, each in enumerate(run.of("init_envs")):
+        for name in ("env_id", "repeat_action_probability"):
+            assert each.flags[name] == getattr(run.args, name)
+        assert each.flags["num_envs"] == (1 if i else run.args.num_envs)
+
+
+def test_seeds_of_environments(run: Recorder) -> None:
+    """Each reset has the run's seed, the stream of its use, and as step 0 or the number of the episode."""
+    expected = [("", "teacher data", 0), ("teacher data", "online", 0)] if run.has_teacher else [("", "online", 0)]
+    for each in run.of("evaluate"):
+        expected += [(each.phase, "evaluation", episode) for episode in range(len(each.returns))]
+        expected += [(each.phase, "video", 0)] * 2 * run.args.capture_video  # the episode, and the same in colour
+    assert sorted((each.phase, each.stream, each.step) for each in run.of("reset")) == sorted(expected)
+    assert {each.seed for each in run.of("reset")} == {run.args.seed}
+
+
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])  # their main is that of the JAX scripts
+def test_seeds_of_resumed_phases(
+    script: ModuleType, teachers: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the step, so that a resumed run does not repeat its first episodes."""
+    monkeypatch.chdir(tmp_path)
+    recorder = Recorder(script, teachers[0], seed=7, online_eval_frequency=1000)
+    resume = None
+    for stop in [{"teacher data": 3}] * recorder.has_teacher + [{"online": 4}]:
+        recorder.stop_after = stop
+        with pytest.raises(SystemExit):
+            recorder.main(resume=resume)
+        resume = str(only(Path("runs").iterdir()))
+    recorder.stop_after = {}
+    recorder.main(resume=resume)
+    expected = [("teacher data", 0), ("teacher data", 6)] * recorder.has_teacher + [("online", 0), ("online", 8)]
+    assert [(each.stream, each.step) for each in recorder.of("reset") if each.stream != "evaluation"] == expected
+
+
+def test_episodes_end_after_half_an_hour() -> None:
+    """An episode may have 108,000 frames (Machado et al., 2018)."""
+    with mock.patch.object(atari, "AtariVectorEnv", wraps=atari.AtariVectorEnv) as make:
+        AtariEnvs(GAME, 1).close()
+    assert make.call_args.kwargs["max_num_frames_per_episode"] == 30 * 60 * 60
 
 
 # ==================== how actions are chosen ====================
 
 
-def anneal(args: Any, duration: float, step: int) -> float:
-    """Compute ε."""
-    return args.start_e + (args.end_e - args.start_e) * min(step / duration, 1)
-
-
 def test_exploration(run: Recorder) -> None:
     """The teacher explores in its data, the student online; all that is chosen is sent."""
     args = run.args
-    offline_steps = args.offline_steps if run.q_of_teacher else 0
-    duration = args.exploration_fraction * args.total_timesteps
     steps = range(0, args.total_timesteps, args.num_envs)
-    schedules = {"online": [anneal(args, duration, offline_steps + step) for step in steps]}
-    if run.q_of_teacher:
+    schedules = {"online": [(args.exploration_fraction * args.total_timesteps, run.offline_steps + i) for i in steps]}
+    if run.has_teacher:
         steps = range(0, args.teacher_steps - args.num_envs + 1, args.num_envs)
-        schedules["offline"] = [anneal(args, args.teacher_steps, step) for step in steps]
+        schedules["teacher data"] = [(args.teacher_steps, step) for step in steps]
     for phase, schedule in schedules.items():
-        chosen = run.of("choose", phase)
-        assert [choice.epsilon for choice in chosen] == pytest.approx(schedule)
-        assert len(set(schedule)) > 4
+        expected = [args.start_e + (args.end_e - args.start_e) * min(step / duration, 1) for duration, step in schedule]
+        chosen = run.of("epsilon_greedy", phase)
+        assert [choice.epsilon for choice in chosen] == pytest.approx(expected)
+        assert len(set(expected)) > 4
         for choice, send in zip(chosen, run.of("send", phase), strict=True):
-            np.testing.assert_array_equal(choice.action, send.chosen)
-    assert min(schedules["online"]) == pytest.approx(args.end_e)
+            np.testing.assert_array_equal(send.chosen, choice.returned)
+    assert run.of("epsilon_greedy", "online")[-1].epsilon == pytest.approx(args.end_e)
 
 
 def test_policies(run: Recorder) -> None:
     """The teacher acts in its evaluation and data, sampling if it is a policy; elsewhere the student, greedily."""
-    followed = 0
-    for choice in run.calls:
-        if choice.call != "choose" or choice.phase == "random":
-            continue
-        if choice.phase in ("teacher", "offline"):
-            q_values = run.q_of_teacher(choice.seen)
-            temperature = run.args.temperature if run.args.num_envs == MANY_ENVIRONMENTS["num_envs"] else 0.0
-        else:
-            q_values = choice.q_of_student
-            temperature = 0.0
-        assert choice.temperature == temperature
-        if q_values is not None:
-            np.testing.assert_allclose(choice.q_values, q_values, rtol=0, atol=1e-4)
-            followed += choice.phase not in ("teacher", "offline")
-    assert followed > 10
+    received = {phase: iter(run.of("recv", phase)) for phase in ("teacher data", "online")}
+    for computed, choice in zip(run.calls, run.calls[1:], strict=False):
+        if choice.call == "epsilon_greedy":
+            np.testing.assert_array_equal(choice.q_values, computed.returned)
+            if choice.phase in received:
+                np.testing.assert_array_equal(computed.observation, next(received[choice.phase]).before)
+            by_teacher = run.has_teacher and choice.phase in ("teacher", "random", "teacher data")
+            assert type(computed.of) is (run.script.Teacher if by_teacher else LEARNERS[run.script])
+            if run.has_teacher:
+                assert choice.temperature == (run.args.temperature if by_teacher and run.is_policy else 0.0)
 
 
 # ==================== evaluations ====================
@@ -395,56 +355,88 @@ def multiples(every: int, start: int, end: int) -> int:
 
 
 def test_evaluations(run: Recorder) -> None:
-    """Each is made when it is due, at its ε: 1 for the random policy, ``end_e`` for all others."""
+    """Each is made when it is due, at its ε, and after its model and a checkpoint are saved."""
     args = run.args
-    found = [(each.phase, each.episodes, each.during, each.total) for each in run.calls if each.call == "evaluate"]
-    expected = []
-    offline_steps = 0
-    if run.q_of_teacher:
-        expected += [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
-        offline_steps = args.offline_steps
-        due = [i for i in range(1, offline_steps) if i % args.offline_eval_frequency == 0] + [offline_steps]
-        expected += [(f"offline {i}", args.eval_episodes, "offline", i) for i in due]
-    for step in online_evaluations(args):
-        updates = offline_steps + multiples(args.train_frequency, first_step_with_updates(args), step)
-        expected.append((f"online {step}", args.eval_episodes, "online", updates))
-    expected.append(("final", args.eval_episodes, "online", run.gradient_steps))
-    assert found == expected
-    for name, *_ in found:
-        (choice,) = run.of("choose", name)
-        assert choice.epsilon == (1.0 if name == "random" else args.end_e)
-
-
-def online_evaluations(args: Any) -> list[int]:
-    """Return the steps of the online phase before which the student is evaluated."""
-    every = getattr(args, "eval_frequency", None) or args.online_eval_frequency
+    found = []
+    updates = 0
+    for each in run.calls:
+        if each.call == "update":
+            updates += each.steps
+        elif each.call == "evaluate":
+            choices = run.of("epsilon_greedy", each.phase)
+            assert len(choices) == 1 + args.capture_video
+            assert {choice.epsilon for choice in choices} == {1.0 if each.phase == "random" else args.end_e}
+            found.append((each.phase, len(each.returns), each.during, updates))
+        elif each.call == "save":
+            found.append(each.path.name)
+        elif each.call == "checkpoint":
+            found.append(f"checkpoint with {type(vars(each).get('replay')).__name__}")
     n = args.num_envs
-    return [step for step in range(n, args.total_timesteps, n) if multiples(every, step - n, step)]
+    first = -(-args.learning_starts // n) * n  # the first step with updates
+    due = []
+    expected: list[Any] = ["checkpoint with NoneType"]
+    if run.has_teacher:
+        frequency = args.online_eval_frequency
+        expected += [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
+        expected.append("checkpoint with Replay")  # the teacher data
+        steps = {*range(0, run.offline_steps, args.offline_eval_frequency), run.offline_steps} - {0}
+        due += [(f"offline {i}", "teacher data", i) for i in sorted(steps)]
+    else:
+        frequency = args.eval_frequency
+        expected.append(("random", args.eval_episodes, "", 0))
+    for i in range(n, args.total_timesteps, n):
+        if multiples(frequency, i - n, i):
+            due.append((f"online {i}", "online", run.offline_steps + multiples(args.train_frequency, first, i)))
+    for name, during, updates_before in due:
+        expected.append(f"{args.exp_name}-{name.replace(' ', '-')}.cleanrl_model")
+        expected += ["checkpoint with Replay", (name, args.eval_episodes, during, updates_before)]
+        if name == f"offline {run.offline_steps}":
+            expected.append("checkpoint with NoneType")  # the teacher's replay buffer is not needed any more
+    expected += [f"{args.exp_name}.cleanrl_model", "checkpoint with NoneType"]
+    expected.append(("final", args.eval_episodes, "online", updates))
+    assert found == expected
 
 
-def first_step_with_updates(args: Any) -> int:
-    """Return the first step of all environments that reaches ``learning_starts``."""
-    return -(-args.learning_starts // args.num_envs) * args.num_envs
+@pytest.mark.usefixtures("small_networks")
+def test_saved_models_are_those_evaluated(run: Recorder) -> None:
+    """The Q-values of an evaluation are those of the model saved before it, and training changes the model."""
+    script = {dqn_atari: qdagger, dqn_atari_jax: qdagger_jax}.get(run.script, run.script)  # reads students as teachers
+    hardware = script.choose_hardware(twin(run.args, script))
+    firsts = set()
+    for save in run.of("save"):
+        name = save.path.stem.removeprefix(run.args.exp_name).strip("-").replace("-", " ") or "final"
+        computed = run.of("q_values", name)[0]
+        saved = script.Teacher(run.directory / save.path.name, NUM_ACTIONS, 1.0, hardware)
+        np.testing.assert_allclose(computed.returned, saved.q_values(computed.observation), rtol=0, atol=1e-5)
+        firsts.add(float(saved.q_values(np.zeros((1, 4, 84, 84), np.uint8))[0, 0]))
+    assert len(firsts) > 2
 
 
 # ==================== updates ====================
 
 
 def test_updates_that_are_due(run: Recorder) -> None:
-    """Each phase has its gradient steps and target updates in this order, whatever ``num_envs`` is."""
+    """Each phase has its gradient steps and target updates in this order, whatever ``num_envs`` is.
+
+    They are steps of the optimizer, with transitions of the newest replay buffer.
+    """
     args = run.args
     n = args.num_envs
     found = []
+    replay = None
     for each in run.calls:
         if each.call == "update":
-            found += ["gradient step"] * each.new
+            found += ["gradient step"] * each.steps
+            assert each.replay is replay
+            learner = each.of
         elif each.call == "update_target":
             found.append(f"target {each.tau}")
         elif each.call == "add":
             found.append(each.phase)
+            replay = each.of
     expected = []
-    if run.q_of_teacher:
-        expected += ["offline"] * (args.teacher_steps // n)
+    if run.has_teacher:
+        expected += ["teacher data"] * (args.teacher_steps // n)
         for i in range(1, args.offline_steps + 1):
             expected += ["gradient step"] + ["target 0.5"] * (i % args.target_network_frequency == 0)
         expected.append("target 1.0")  # the online phase begins with an up-to-date target network
@@ -454,10 +446,15 @@ def test_updates_that_are_due(run: Recorder) -> None:
             expected += ["target 0.5"] * multiples(args.target_network_frequency, step, step + n)
         expected.append("online")
     assert found == expected
+    if isinstance(learner.optimizer, torch.optim.Optimizer):
+        counts = [state["step"] for state in learner.optimizer.state.values()]
+    else:
+        counts = [count for _, count in optax.tree.get_all_with_path(learner.state.optimizer_state, "count")]
+    assert {int(count) for count in counts} == {found.count("gradient step")}
 
 
 def distill_coefficients(run: Recorder) -> list[float]:
-    """Compute λ in each step of the online phase."""
+    """Return λ in each step of the online phase."""
     teacher_return, random_return = (np.mean(run.of("evaluate", name)[0].returns) for name in ("teacher", "random"))
     found = []
     recent = []
@@ -470,19 +467,23 @@ def distill_coefficients(run: Recorder) -> list[float]:
 
 
 def test_coefficients_of_updates(run: Recorder) -> None:
-    """λ is constant offline and annealed online; the learning rate is that of the update and its λ."""
-    if not run.q_of_teacher:
+    """λ is constant offline and annealed online; the learning rates are those of the updates and their λ."""
+    if not run.has_teacher:
         return
     online = distill_coefficients(run)
     step = 0
+    updates = 0
     for each in run.calls:
         step += (each.call, each.phase) == ("add", "online")
         if each.call == "update":
             coefficient = online[step] if each.phase == "online" else run.args.distill_coefficient
+            assert each.distill_coefficient == pytest.approx(coefficient)
             losses = each.losses
             assert losses["loss"] == pytest.approx(losses["td_loss"] + coefficient * losses["distill_loss"], rel=1e-4)
-            rate = run.script.learning_rate_at(each.total - 1, coefficient, run.args)
-            assert each.learning_rate == pytest.approx(rate, rel=1e-5)
+            numbers = range(updates, updates + each.steps)
+            rates = [run.script.learning_rate_at(number, coefficient, run.args) for number in numbers]
+            assert each.learning_rates == pytest.approx(rates, rel=1e-5)
+            updates += each.steps
 
 
 # ==================== what is logged ====================
@@ -492,63 +493,45 @@ def test_curves(run: Recorder) -> None:
     """The curves have the points of the run: unclipped returns, lengths, ε and λ as used, the last losses."""
     args = run.args
     n = args.num_envs
+    offline_steps = run.offline_steps
     expected = {}
 
     def log(tag: str, value: float, step: int) -> None:
         expected.setdefault(tag, []).append((step, pytest.approx(value, rel=1e-6)))
 
-    offline_steps = 0
     step = 0  # of the online phase
-    updates = 0  # of the online phase
-    updates_per_log = LOG_EVERY // args.train_frequency
-    if run.q_of_teacher:
-        offline_steps = args.offline_steps
+    updates = 0
+    losses = {}  # of the last update in the online phase
+    if run.has_teacher:
         coefficients = distill_coefficients(run)
         log("charts/teacher/SPS", STEPS_PER_SECOND, 0)
     for each in run.calls:
         if each.call == "evaluate":
             name, _, number = each.phase.partition(" ")
-            if name == "final":
-                for i, episodic_return in enumerate(each.returns):
-                    log("eval/episodic_return", episodic_return, offline_steps + step + i)
-            else:
-                at = int(number or 0) + (offline_steps if name == "online" else 0)
-                log(f"charts/{name}/avg_episodic_return", np.mean(each.returns), at)
+            at = int(number or 0) + {"online": offline_steps, "final": offline_steps + step}.get(name, 0)
+            log(f"charts/{name}/avg_episodic_return", np.mean(each.returns), at)
+            for i, episodic_return in enumerate(each.returns if name == "final" else []):
+                log("eval/episodic_return", episodic_return, at + i)
         elif each.call == "update":
-            losses = each.losses
-            if each.phase == "offline" and each.total % LOG_EVERY == 0:
+            updates += each.steps
+            if each.phase == "online":
+                losses = each.losses
+            elif updates % LOG_EVERY == 0:
                 for tag, name in {"loss": "loss", "q_loss": "td_loss", "distill_loss": "distill_loss"}.items():
-                    log(f"charts/offline/{tag}", losses[name], each.total)
-                log("charts/offline/updates_per_second", UPDATES_PER_SECOND, each.total)
-            updates += each.new * (each.phase == "online")
-        elif each.call == "choose" and each.phase == "online":
+                    log(f"charts/offline/{tag}", each.losses[name], updates)
+                log("charts/offline/updates_per_second", UPDATES_PER_SECOND, updates)
+        elif each.call == "epsilon_greedy" and each.phase == "online":
             epsilon = each.epsilon
-            updates_before = updates
         elif each.call == "recv" and each.phase == "online":
             if multiples(LOG_EVERY, step, step + n):
                 log("charts/SPS", STEPS_PER_SECOND, offline_steps + step)
                 log("charts/epsilon", epsilon, offline_steps + step)
-                if run.q_of_teacher:
+                if run.has_teacher:
                     log("charts/distill_coeff", coefficients[step // n], offline_steps + step)
-            if multiples(updates_per_log, updates_before, updates):
                 for name, term in losses.items():
                     log(f"losses/{name}", term, offline_steps + step)
             for env, episodic_return, length in each.result.episodes:
                 log("charts/episodic_return", episodic_return, offline_steps + step + env)
                 log("charts/episodic_length", length, offline_steps + step + env)
             step += n
-    assert run.scalars == expected
-
-
-def test_episodes_end_after_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An episode may have 108,000 frames (Machado et al., 2018)."""
-    options = {}
-
-    def make(rom: str, num_envs: int, **given: Any) -> Any:
-        options.update(given)
-        return atari_vector_env(rom, num_envs, **given)
-
-    atari_vector_env = atari.AtariVectorEnv
-    monkeypatch.setattr(atari, "AtariVectorEnv", make)
-    AtariEnvs(GAME, 1, 1).close()
-    assert options["max_num_frames_per_episode"] == 30 * 60 * 60
+    assert read_scalars(run.directory) == expected
