@@ -142,6 +142,12 @@ def read_scalars(run_dir: Path) -> Scalars:
     return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
 
 
+def results(run_dir: Path) -> tuple[Scalars, dict[str, dict[str, torch.Tensor]]]:
+    """Return the curves, without measured times, and the models of a run in PyTorch."""
+    scalars = {tag: points for tag, points in read_scalars(run_dir).items() if tag not in TIMED_TAGS}
+    return scalars, {path.name: torch.load(path, weights_only=True) for path in run_dir.glob("*.cleanrl_model")}
+
+
 def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Draw larger weights and random biases, so that no term of the network is negligible."""
     generator = torch.Generator().manual_seed(seed)
