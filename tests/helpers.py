@@ -1,9 +1,10 @@
 """Helpers of several test files: small runs, small networks, and reading what a run wrote."""
 
+import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import dqn_atari
 import dqn_atari_jax
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
@@ -62,6 +64,19 @@ class SmallFlaxNetwork(nn.Module):
 
 NETWORKS = {script: script.QNetwork for script in (qdagger, dqn_atari, qdagger_jax, dqn_atari_jax)}
 SMALL_NETWORKS = {script: SmallFlaxNetwork if "jax" in script.__name__ else SmallNetwork for script in NETWORKS}
+AGENTS = {
+    qdagger: qdagger.Student,
+    dqn_atari: dqn_atari.Agent,
+    qdagger_jax: qdagger_jax.Student,
+    dqn_atari_jax: dqn_atari_jax.Agent,
+}
+
+
+def cpu(script: Any, bf16: bool = False) -> Any:
+    """Return the CPU as the hardware of a script."""
+    if "bf16" in script.Hardware._fields:
+        return script.Hardware(torch.device("cpu"), bf16, torch.channels_last)
+    return script.Hardware(jax.devices("cpu")[0], jnp.bfloat16 if bf16 else jnp.float32)
 
 
 def tiny(teacher: Path | None = None, **changes: Any) -> qdagger.Args:
@@ -125,6 +140,12 @@ def read_scalars(run_dir: Path) -> Scalars:
     accumulator = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     tags = accumulator.Tags()["scalars"]
     return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
+
+
+def results(run_dir: Path) -> tuple[Scalars, dict[str, dict[str, torch.Tensor]]]:
+    """Return the curves, without measured times, and the models of a run in PyTorch."""
+    scalars = {tag: points for tag, points in read_scalars(run_dir).items() if tag not in TIMED_TAGS}
+    return scalars, {path.name: torch.load(path, weights_only=True) for path in run_dir.glob("*.cleanrl_model")}
 
 
 def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -194,3 +215,20 @@ def dqn_jax_losses(params: Any, target_params: Any, batch: Any, apply: Any) -> A
     """Compute loss and losses of DQN's JAX script in the same way."""
     target_q_values = apply(target_params, batch.bootstrap_observation)
     return dqn_atari_jax.dqn_loss(params, SimpleNamespace(apply=apply), target_q_values, batch)
+
+
+DOUBLE_DQN = {  # the maximum in a loss, and the edit that takes the target network's value of the Q-network's action
+    "target_q_values.amax(dim=1)": "target_q_values.gather("
+    "1, q_network(batch.bootstrap_observation).argmax(dim=1, keepdim=True))[:, 0]",
+    "target_q_values.max(axis=1)": "jnp.take_along_axis("
+    "target_q_values, q_network.apply(params, batch.bootstrap_observation).argmax(axis=1)[:, None], 1)[:, 0]",
+}
+
+
+def double_dqn(loss: Callable) -> Callable:
+    """Return the loss of a script with the edit that makes it double DQN (van Hasselt et al., 2016)."""
+    source = inspect.getsource(loss)
+    ((old, new),) = [(old, new) for old, new in DOUBLE_DQN.items() if old in source]
+    scope = dict(loss.__globals__)
+    exec(source.replace(old, new), scope)
+    return scope[loss.__name__]

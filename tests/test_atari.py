@@ -9,7 +9,9 @@
 - An episode is truncated after 108,000 frames without its no-ops, which are 0 to 29, not 1 to 30.
 """
 
+import collections
 import functools
+import itertools
 import re
 import shlex
 import subprocess
@@ -17,6 +19,7 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import cv2
@@ -30,7 +33,7 @@ from ale_py.vector_env import AtariVectorEnv
 from stable_baselines3.common import atari_wrappers as sb3
 
 from cleanrl_utils import atari, evaluation
-from cleanrl_utils.atari import LIST_GAMES, AtariEnvs, Step, parse_env_id
+from cleanrl_utils.atari import LIST_GAMES, STREAMS, AtariEnvs, StepResult, parse_env_id
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.evaluation import film_episode, play_episodes
 
@@ -87,7 +90,7 @@ class WrappedGame(gym.Wrapper):
 
 @pytest.mark.parametrize(
     ("name", "steps", "episodes"),
-    [("Pong", 1100, 1), ("Breakout", 500, 2), ("SpaceInvaders", 700, 1), ("Qbert", 500, 1), ("MsPacman", 500, 1)],
+    [("Pong", 1100, 1), ("Breakout", 500, 2), ("SpaceInvaders", 700, 1), ("Qbert", 500, 1), ("MsPacman", 700, 1)],
 )
 def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) -> None:
     """Rewards, lost lives and ends of episodes are equal, frames too except for the order of maximum and grayscale."""
@@ -97,8 +100,8 @@ def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) 
     differences = []
     ended = 0
     over = False
-    with closing(AtariEnvs(env_id, 1, seed=3)) as envs:
-        observation = envs.reset()
+    with closing(AtariEnvs(env_id, 1)) as envs:
+        observation = envs.reset(3)
         np.testing.assert_array_equal(observation[0, -1], wrapped.start(envs._envs.info["episode_frame_number"][0]))
         assert not observation[0, :3].any()
         for t in range(steps):
@@ -136,8 +139,8 @@ def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) 
 
 def test_episodes_start_at_different_frames() -> None:
     """Up to 29 no-ops start an episode; the frames before are zeros."""
-    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8, seed=1)) as envs:
-        observation = envs.reset()
+    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8)) as envs:
+        observation = envs.reset(1)
         frames = envs._envs.info["episode_frame_number"]
     assert (observation.shape, observation.dtype) == ((8, 4, 84, 84), np.uint8)
     assert not observation[:, :3].any()
@@ -150,8 +153,8 @@ def test_returns_and_lengths_add_up(name: str) -> None:
     """The returns and lengths of episodes are sums of unclipped rewards and steps between resets, in Python's int."""
     rng = np.random.default_rng(4)
     total, length = np.zeros((2, 3), int)
-    with closing(AtariEnvs(f"{name}NoFrameskip-v4", 3, seed=5)) as envs:
-        envs.reset()
+    with closing(AtariEnvs(f"{name}NoFrameskip-v4", 3)) as envs:
+        envs.reset(5)
         episodes = []
         for _ in range(450):
             step = envs.step(rng.integers(0, envs.num_actions, 3))
@@ -169,12 +172,12 @@ def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions
     """FIRE replaces the first action of each life, also of episodes that a reset cut short, and no other action."""
     rng = np.random.default_rng(0)
     lost = 0
-    with closing(AtariEnvs(f"{name}NoFrameskip-v4", 2, seed=1)) as envs:
+    with closing(AtariEnvs(f"{name}NoFrameskip-v4", 2)) as envs:
         assert envs.num_actions == actions
-        for _ in range(2):
-            envs.reset()
+        for seed in (1, 2):
+            envs.reset(seed)
             due = np.full(2, has_fire)
-            for _ in range(180):
+            for _ in range(200):
                 wanted = rng.integers(2, envs.num_actions, 2)
                 action = envs.send(wanted)
                 assert action.dtype == np.int64
@@ -187,8 +190,8 @@ def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions
 
 def test_fire_is_not_lost_to_sticky_actions() -> None:
     """FIRE serves the ball although each of its four frames may repeat the no-op before."""
-    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8, seed=1, repeat_action_probability=0.25)) as envs:
-        envs.reset()
+    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8, repeat_action_probability=0.25)) as envs:
+        envs.reset(1)
         lost = np.zeros(8, bool)
         for _ in range(60):
             lost |= envs.step(np.full(8, NOOP)).terminated
@@ -198,8 +201,8 @@ def test_fire_is_not_lost_to_sticky_actions() -> None:
 def trajectory(env_id: str, num_envs: int, seed: int, sticky: float | None = None) -> np.ndarray:
     """Return 51 frames of fixed actions, the same in all environments; uint8 (51, num_envs, 84, 84)."""
     rng = np.random.default_rng(0)
-    with closing(AtariEnvs(env_id, num_envs, seed, sticky)) as envs:
-        frames = [envs.reset()[:, -1].copy()]
+    with closing(AtariEnvs(env_id, num_envs, sticky)) as envs:
+        frames = [envs.reset(seed)[:, -1].copy()]
         for _ in range(50):
             action = np.full(num_envs, rng.integers(envs.num_actions))
             frames.append(envs.step(action).observation[:, -1].copy())
@@ -217,6 +220,61 @@ def test_trajectories_depend_on_the_seed_only(monkeypatch: pytest.MonkeyPatch) -
     assert all(not np.array_equal(copies[i], copies[j]) for i in range(6) for j in range(i))
 
 
+def test_streams_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two uses of random numbers, (seed, stream, step), have a seed of the emulator in common.
+
+    So the training of seed 1001 has no episode of the evaluations of seed 1.
+    """
+    seeds: list[int] = []
+    zeros = np.zeros(16, np.int64)
+
+    def reset(env: AtariVectorEnv, seed: np.ndarray) -> tuple:
+        seeds.extend(seed.tolist())
+        return np.zeros((16, 4, 84, 84), np.uint8), {"frame_number": zeros, "episode_frame_number": zeros}
+
+    monkeypatch.setattr(AtariVectorEnv, "reset", reset)
+    uses = list(itertools.product((0, 1, 2, 1001, 2**32 - 1), STREAMS, (0, 1, 16, 1000, 10**9)))
+    with closing(AtariEnvs("PongNoFrameskip-v4", 16)) as envs:
+        for use in uses:
+            envs.reset(*use)
+        assert len(set(seeds)) == len(seeds) == 16 * len(uses)
+        assert min(seeds) > 0
+        assert max(seeds) < 2**31
+        envs.reset(1)
+    assert set(seeds[-16:]) < set(seeds[:-16]), "it is the stream online from step 0"
+
+
+def test_no_ops_depend_on_seed_stream_and_step() -> None:
+    """Each use has no-ops of its own, and the same ones each time, whatever was played before."""
+    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 4)) as envs:
+
+        def no_ops(*use: Any) -> tuple[int, ...]:
+            envs.reset(*use)
+            return tuple(envs._envs.info["episode_frame_number"].tolist())
+
+        uses = [(1, "online", 0), (2, "online", 0), (1, "evaluation", 0), (1, "online", 1), (1, "evaluation", 1)]
+        found = [no_ops(*use) for use in uses]
+        assert len(set(found)) == len(uses)
+        assert no_ops(*uses[0]) == found[0]
+
+
+def test_reset_starts_all_over() -> None:
+    """The random numbers of the episodes before make no difference: sticky actions and no-ops of later episodes."""
+    found = []
+    with closing(AtariEnvs("ALE/Breakout-v5", 2)) as envs:
+        for _ in range(2):
+            observations = [envs.reset(5).copy()]
+            rng = np.random.default_rng(0)
+            resets = 0
+            for _ in range(260):
+                result = envs.step(rng.integers(0, 4, 2))
+                observations.append(result.observation.copy())
+                resets += result.reset.sum()
+            assert resets > 0
+            found.append(np.array(observations))
+    np.testing.assert_array_equal(*found)
+
+
 def test_sticky_actions_follow_id_and_flag() -> None:
     """-v5 has sticky actions and -v4 has none, unless the flag says otherwise."""
     plain = trajectory("PongNoFrameskip-v4", 1, 1)
@@ -230,8 +288,8 @@ def test_sticky_actions_follow_id_and_flag() -> None:
 def test_truncation_at_the_frame_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the cap, here 200 frames or 50 steps, an episode is truncated, not terminated, and the next step resets."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    with closing(AtariEnvs("PongNoFrameskip-v4", 2, seed=1)) as envs:
-        envs.reset()
+    with closing(AtariEnvs("PongNoFrameskip-v4", 2)) as envs:
+        envs.reset(1)
         for t in range(110):
             assert envs.send(np.full(2, NOOP)).tolist() == [FIRE if t % 51 == 0 else NOOP] * 2, f"step {t}"
             step = envs.recv()
@@ -264,8 +322,8 @@ def test_every_rom_has_both_spellings() -> None:
 @pytest.mark.parametrize("name", ["TicTacToe3D", "VideoChess", "Pacman", "MarioBros", "Backgammon"])
 def test_unusual_games(name: str) -> None:
     """Games with unusual names, modes, sizes of the screen and actions run; the last one has no no-op."""
-    with closing(AtariEnvs(f"ALE/{name}-v5", 1, seed=1)) as envs:
-        envs.reset()
+    with closing(AtariEnvs(f"ALE/{name}-v5", 1)) as envs:
+        envs.reset(1)
         for action in (0, envs.num_actions - 1):
             assert envs.step(np.array([action])).observation.shape == (1, 4, 84, 84)
 
@@ -313,36 +371,55 @@ def test_list_of_games() -> None:
 
 
 class StubEnvs:
-    """Environments with episodes of 3 or 60 steps, later ones of 4 or 61, equally likely; the return is the length."""
+    """An environment with episodes of 3 or 60 steps. The return depends on each action and its step."""
 
-    num_actions = 3
     made: list["StubEnvs"]
 
-    def __init__(self, num_envs: int, seed: int):
-        self.num_envs = num_envs
-        self.rng = np.random.default_rng(seed)
-        self.seed = seed
+    def __init__(self, num_envs: int):
+        assert num_envs == 1
+        self.steps: dict[int, int] = {}  # that were sent, by the number of the episode
+        self.lengths: dict[int, int] = {}
         self.closed = False
-        # The first pixel of an observation is the index of its environment.
-        self.observation = np.zeros((num_envs, 4, 84, 84), np.uint8)
-        self.observation[:, :, 0, 0] = np.arange(num_envs)[:, None]
         self.made.append(self)
 
-    def reset(self) -> np.ndarray:
-        self.first = self.lengths = self.rng.choice([3, 60], self.num_envs)
-        self.age = np.zeros(self.num_envs, int)
-        return self.observation
+    @staticmethod
+    def length_of(seed: int, number: int) -> int:
+        """Return the length of an episode."""
+        return int(np.random.default_rng((seed, number)).choice([3, 60]))
 
-    def step(self, action: np.ndarray) -> Step:
-        assert (action.shape, action.dtype) == ((self.num_envs,), np.int64)
-        reset = self.age == self.lengths
-        none = np.zeros(self.num_envs, bool)
-        episodes = [(env, int(self.lengths[env]), int(self.lengths[env])) for env in np.flatnonzero(reset)]
-        self.age = np.where(reset, 0, self.age + 1)
-        self.lengths = np.where(reset, self.rng.choice([4, 61], self.num_envs), self.lengths)
-        return Step(self.observation, none.astype(np.int32), none, none, reset, episodes)
+    def reset(self, seed: int, stream: str, step: int) -> np.ndarray:
+        """Start an episode."""
+        assert stream == "evaluation"
+        assert step not in self.steps
+        self.number = step
+        self.length = self.length_of(seed, step)
+        self.age = 0
+        self.total = 0
+        self.steps[step] = 0
+        return self.observation()
+
+    def observation(self) -> np.ndarray:
+        """Return an observation with the number of the episode and its step."""
+        return np.full((1, 4, 84, 84), (self.age + 100 * self.number) % 256, np.uint8)
+
+    def send(self, action: np.ndarray) -> None:
+        """Start a step."""
+        assert (action.shape, action.dtype) == ((1,), np.int64)
+        assert self.age <= self.length, "the episode has ended"
+        self.steps[self.number] += 1
+        self.action = int(action[0])
+
+    def recv(self) -> StepResult:
+        """Return the result of the step."""
+        reset = self.age == self.length
+        self.total += 0 if reset else self.action * (self.age + 1)
+        self.age += 1
+        none = np.zeros(1, bool)
+        episodes = [(0, self.total, self.length)] if reset else []
+        return StepResult(self.observation(), np.zeros(1, np.int32), none, none, np.array([reset]), episodes)
 
     def close(self) -> None:
+        """Close it."""
         self.closed = True
 
 
@@ -353,58 +430,74 @@ def stubs(monkeypatch: pytest.MonkeyPatch) -> list[StubEnvs]:
     return StubEnvs.made
 
 
-def stand_still(observation: np.ndarray) -> np.ndarray:
-    """Return the first action for each observation."""
-    return np.zeros(len(observation), np.int64)
+@pytest.mark.parametrize("parallel", [1, 3, 16, 64])
+def test_every_episode_that_starts_counts(
+    parallel: int, stubs: list[StubEnvs], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """However many are played at once, the episodes are the same, and short ones are not over-represented.
 
+    The batches, for whose sizes JAX compiles, have no row of an ended episode and are padded to powers of two.
+    """
+    episodes = 40
+    monkeypatch.setattr(evaluation, "MAX_PARALLEL_EPISODES", parallel)
 
-def test_short_episodes_are_not_over_represented(stubs: list[StubEnvs], capsys: pytest.CaptureFixture) -> None:
-    """The first episode of each environment counts, short or long, and no other."""
-    returns = play_episodes("stub", stand_still, 200, StubEnvs, seed=1)
-    assert returns == [length for envs in stubs for length in envs.first]
-    assert len(returns) == 200
-    assert max(envs.num_envs for envs in stubs) <= evaluation.MAX_PARALLEL_EPISODES
-    assert len({envs.seed for envs in stubs}) == len(stubs) > 1
+    def act(observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        running = sum(envs.age <= envs.length and not envs.closed for envs in stubs)
+        assert running <= parallel
+        assert len(observation) == 1 << (running - 1).bit_length()
+        return observation[:, 0, 0, 0].astype(np.int64) % 3
+
+    returns = play_episodes("stub", act, episodes, StubEnvs, seed=1)
+    lengths = [StubEnvs.length_of(1, number) for number in range(episodes)]
+    assert set(lengths) == {3, 60}
+    expected = []
+    for number, length in enumerate(lengths):
+        actions = [(age + 100 * number) % 256 % 3 for age in range(length)]
+        expected.append(sum(action * (age + 1) for age, action in enumerate(actions)))
+    assert returns == expected
+    assert len(set(returns)) > 5
+    started = collections.ChainMap(*(envs.steps for envs in stubs))
+    assert sum(len(envs.steps) for envs in stubs) == len(started) == episodes
+    assert [started[number] for number in range(episodes)] == [length + 1 for length in lengths]
+    assert len(stubs) == min(parallel, episodes)
     assert all(envs.closed for envs in stubs)
-    assert f"stub: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over 200" in capsys.readouterr().out
+    assert f"stub: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over 40" in capsys.readouterr().out
 
 
-def test_actions_only_for_episodes_that_run(stubs: list[StubEnvs]) -> None:
-    """Ended episodes are not in the batch, whose size is padded to few sizes, for which JAX compiles."""
-    asked = np.zeros(8, int)
-    sizes = set()
-
-    def act(observation: np.ndarray) -> np.ndarray:
-        sizes.add(len(observation))
-        asked[np.unique(observation[:, 0, 0, 0])] += 1
-        return stand_still(observation)
-
-    play_episodes("stub", act, 8, StubEnvs, seed=1003)
-    assert asked.tolist() == [length + 1 for length in stubs[0].first]
-    assert set(asked) == {4, 61}
-    assert sizes <= {1, 2, 4, 8}
-
-
+RNG = np.random.default_rng(0)
 BREAKOUT = functools.partial(AtariEnvs, "BreakoutNoFrameskip-v4")
 
 
-def by_brightness(observation: np.ndarray) -> np.ndarray:
+def by_brightness(observation: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
     """Return actions of four that depend on the observation."""
     values = observation[:, -1, 70:80, :4].astype(np.float32).sum(1) + observation[:, 0, 40:80].mean((1, 2))[:, None]
     return values.astype(np.int64).sum(axis=1) % 4
 
 
-def test_same_seed_same_returns() -> None:
-    """Evaluations are reproducible."""
+def test_same_seed_same_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations are reproducible, and their random actions are not those of the training.
 
-    def play(seed: int) -> list[float]:
-        rng = np.random.default_rng(0)
-        make_envs = functools.partial(AtariEnvs, "SpaceInvadersNoFrameskip-v4")
-        return play_episodes("student", lambda observation: rng.integers(0, 6, len(observation)), 2, make_envs, seed)
+    Without random actions, their returns do not depend on how many episodes are played at once.
+    """
+    make_envs = functools.partial(AtariEnvs, "SpaceInvadersNoFrameskip-v4")
+    drawn: list[int] = []
 
-    first = play(1)
-    assert first == play(1)
-    assert first != play(2)
+    def random_policy(observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        action = rng.integers(0, 6, len(observation))
+        drawn.extend(action.tolist())
+        return action
+
+    def checksum_policy(observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return observation.astype(np.int64).sum(axis=(1, 2, 3)) % 6
+
+    first = play_episodes("student", random_policy, 3, make_envs, 1)
+    assert drawn[:100] != np.random.default_rng(1).integers(0, 6, 100).tolist()
+    assert first == play_episodes("student", random_policy, 3, make_envs, 1)
+    assert first != play_episodes("student", random_policy, 3, make_envs, 2)
+    at_once = play_episodes("student", checksum_policy, 3, make_envs, 1)
+    monkeypatch.setattr(evaluation, "MAX_PARALLEL_EPISODES", 2)
+    assert play_episodes("student", checksum_policy, 3, make_envs, 1) == at_once
+    assert len(set(at_once)) > 1
 
 
 def test_film_episode(tmp_path: Path) -> None:
@@ -412,24 +505,24 @@ def test_film_episode(tmp_path: Path) -> None:
     observations = []
     path = tmp_path / "videos" / "student.mp4"
 
-    def act(observation: np.ndarray) -> np.ndarray:
+    def act(observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         observations.append(observation[0, -1].astype(int))
         return by_brightness(observation)
 
-    episodic_return = film_episode(act, path, BREAKOUT, seed=3)
+    episodic_return = film_episode(act, path, BREAKOUT, 3, RNG)
     images = [np.asarray(image) for image in imageio.get_reader(path)]
     assert len(images) == len(observations) > 100  # five lives
     assert images[0].shape == (210, 160, 3)
     for image, observation in zip(images, observations, strict=True):
         gray = cv2.resize(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), (84, 84), interpolation=cv2.INTER_AREA)
         assert np.abs(gray - observation).max() < 40
-    assert film_episode(by_brightness, tmp_path / "again.mp4", BREAKOUT, seed=3) == episodic_return
+    assert film_episode(by_brightness, tmp_path / "again.mp4", BREAKOUT, 3, RNG) == episodic_return
 
 
 def test_filmed_episode_ends_at_the_frame_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A policy that stands still is filmed for 200 frames: the first observation and 50 steps."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    film_episode(stand_still, tmp_path / "a.mp4", BREAKOUT, seed=1)
+    film_episode(lambda observation, rng: np.zeros(1, np.int64), tmp_path / "a.mp4", BREAKOUT, 1, RNG)
     assert sum(1 for _ in imageio.get_reader(tmp_path / "a.mp4")) == 51
 
 
@@ -450,7 +543,7 @@ def test_broken_ffmpeg_costs_a_warning(
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
-    film_episode(by_brightness, Path("videos/1/offline-4.mp4"), BREAKOUT, seed=1)
+    film_episode(by_brightness, Path("videos/1/offline-4.mp4"), BREAKOUT, 1, RNG)
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: ")]
     assert "videos/1/offline-4.mp4 can't be written" in warning
 

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
-from helpers import TIMED_TAGS, Scalars, only, random_batch, read_scalars, spread, tiny, twin
+from helpers import only, random_batch, results, spread, tiny, twin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cleanrl_utils.device import CudaGraph, cuda_graph
+from cleanrl_utils.evaluation import Act
 
 every_script = pytest.mark.parametrize("script", [qdagger, dqn_atari])
 
@@ -94,15 +95,9 @@ def run(script: Any, args: Any, enabled: bool, stop_at: int | None, monkeypatch:
     return only(Path("runs").iterdir())
 
 
-def play(name: str, act: Callable[[np.ndarray], np.ndarray], *_: Any) -> list[float]:
+def play(name: str, act: Act, *_: Any) -> list[float]:
     """Evaluate in a moment: return the mean of the actions for fixed observations."""
-    return [float(act(random_batch(1, 8, 6)["observation"]).mean())]
-
-
-def results(run_dir: Path) -> tuple[Scalars, dict[str, dict[str, torch.Tensor]]]:
-    """Return the curves and the models of a run."""
-    scalars = {tag: points for tag, points in read_scalars(run_dir).items() if tag not in TIMED_TAGS}
-    return scalars, {path.name: torch.load(path, weights_only=True) for path in run_dir.glob("*.cleanrl_model")}
+    return [float(act(random_batch(1, 8, 6)["observation"], np.random.default_rng(1)).mean())]
 
 
 @pytest.mark.usefixtures("small_networks")

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
@@ -23,14 +23,14 @@ from helpers import (
     only,
     qdagger_losses,
     read_scalars,
+    results,
     run_script,
     tiny,
     write_teacher,
 )
-from test_cuda_graph import results
 
 from cleanrl_utils import device
-from cleanrl_utils.atari import Step
+from cleanrl_utils.atari import StepResult
 
 JAX_ON_GPU = os.environ.get("QDAGGER_TEST_GPU") == "1" and jax.default_backend() == "gpu"
 needs_torch = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU")
@@ -49,53 +49,34 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-class Learner:
-    """Networks, optimizer, an update and a replay buffer of random steps on a device; the seed is fixed."""
+def make_student(hardware: qdagger.Hardware, **flags: bool) -> tuple[qdagger.Student, qdagger.Replay]:
+    """Make a student of fixed seed and a replay buffer of random steps."""
+    args = qdagger.Args(**flags)
+    replay = qdagger.Replay(64 * args.num_envs, args.num_envs, NUM_ACTIONS, args.n_step, hardware)
+    rng = np.random.default_rng(1)
+    for _ in range(64):
+        replay.add(*random_step(rng, args.num_envs))
+    return qdagger.Student(args, NUM_ACTIONS, hardware), replay
 
-    def __init__(
-        self, args: qdagger.Args, picked: torch.device, bf16: bool, memory_format: torch.memory_format
-    ) -> None:
-        torch.manual_seed(1)
-        rng = np.random.default_rng(1)
-        n = args.num_envs
-        shape = (n, 4, 84, 84)
-        self.q_network = qdagger.QNetwork(NUM_ACTIONS).to(picked, memory_format=memory_format)
-        self.optimizer = torch.optim.Adam(
-            self.q_network.parameters(), args.learning_rate, fused=True, capturable=picked.type == "cuda"
-        )
-        self.replay = qdagger.Replay(64 * n, NUM_ACTIONS, args, picked)
-        none = np.zeros(n, bool)
-        for _ in range(64):
-            step = Step(np.zeros(0), rng.integers(-1, 2, n), rng.random(n) < 0.1, none, rng.random(n) < 0.1, [])
-            observation = torch.as_tensor(rng.integers(0, 256, shape, np.uint8), device=picked)
-            q_values = torch.as_tensor(rng.random((n, NUM_ACTIONS), np.float32), device=picked)
-            self.replay.add(observation, rng.integers(0, NUM_ACTIONS, n), step, q_values)
-        self.generator = torch.Generator(picked).manual_seed(1)
-        autocast = torch.autocast(picked.type, torch.bfloat16, enabled=bf16)
-        self.update = qdagger.make_update(
-            self.q_network,
-            copy.deepcopy(self.q_network),
-            self.optimizer,
-            self.replay.ring,
-            self.generator,
-            autocast,
-            args,
-        )
 
-    def learn(self, updates: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make single updates and updates of four gradient steps in turns; return the weights and the losses."""
-        # A graph has the learning rate as float32: powers of 2 are the same in Python.
-        rates = [[2**-13 * (i + 1)] * due for i in range(updates) for due in (1, 4)]
-        losses = [self.update(*self.replay.window, 0.5, *learning_rates).loss.clone() for learning_rates in rates]
-        return torch.cat([parameter.detach().flatten() for parameter in self.q_network.parameters()]), torch.stack(
-            losses
-        )
+def random_step(rng: np.random.Generator, num_envs: int) -> tuple[np.ndarray, np.ndarray, StepResult, np.ndarray]:
+    """Return random arguments for `Replay.add`."""
+    observation = rng.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
+    terminated, reset = rng.random((2, num_envs)) < 0.1
+    none = np.zeros(num_envs, bool)
+    result = StepResult(observation, rng.integers(-1, 2, num_envs), terminated, none, reset, [])
+    teacher_q_values = rng.random((num_envs, NUM_ACTIONS), np.float32)
+    return observation, rng.integers(0, NUM_ACTIONS, num_envs), result, teacher_q_values
 
 
 def learn(updates: int, **flags: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights and losses after updates with these flags."""
-    args = qdagger.Args(**flags)
-    return Learner(args, *device.set_up_torch(args.cuda, args.bf16)).learn(updates)
+    """Return weights and losses after calls of a single update and of four in turns, with these flags."""
+    student, replay = make_student(qdagger.choose_hardware(qdagger.Args(**flags)), **flags)
+    # A graph has the learning rate as float32: powers of 2 are the same in Python.
+    rates = [[2**-13 * (i + 1)] * due for i in range(updates) for due in (1, 4)]
+    losses = [student.update(replay, 0.5, learning_rates).loss.clone() for learning_rates in rates]
+    weights = [parameter.detach().flatten() for parameter in student.q_network.parameters()]
+    return torch.cat(weights), torch.stack(losses)
 
 
 @needs_torch
@@ -119,60 +100,58 @@ def test_compiled_equals_eager() -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
     """The direction is the same, up to the rounding of the precision."""
-    args = qdagger.Args(num_envs=4)
-    formats = {"cpu": torch.contiguous_format, "cuda": torch.channels_last}
-    learners = [Learner(args, torch.device(name), False, memory_format) for name, memory_format in formats.items()]
-    cpu = learners[0]
+    on_cpu = qdagger.Hardware(torch.device("cpu"), False, torch.contiguous_format)
+    student, replay = make_student(on_cpu, num_envs=4)
+    steps = replay.sampled_steps()
+    batch = qdagger.sample(replay.ring, steps.start, steps.stop, 32, student.generator, 1, 0.99)
     gradients = []
-    batch = qdagger.sample(cpu.replay.ring, *cpu.replay.window, 32, cpu.generator, 1, 0.99)
-    for learner in learners:
-        on_device = qdagger.Batch(*(array.to(learner.generator.device) for array in batch))
+    for device_name, memory_format in (("cpu", torch.contiguous_format), ("cuda", torch.channels_last)):
+        network = copy.deepcopy(student.q_network).to(device_name, memory_format=memory_format)
+        on_device = qdagger.Batch(*(array.to(device_name) for array in batch))
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            qdagger_losses(learner.q_network, learner.q_network, on_device, 1.0, 0.1).loss.backward()
-        gradients.append(torch.cat([parameter.grad.flatten().cpu() for parameter in learner.q_network.parameters()]))
+            qdagger_losses(network, network, on_device, 1.0, 0.1).loss.backward()
+        gradients.append(torch.cat([parameter.grad.flatten().cpu() for parameter in network.parameters()]))
     assert F.cosine_similarity(*gradients, dim=0) > (0.99 if bf16 else 0.9999)
 
 
 @needs_torch
 def test_nothing_synchronises_with_the_gpu() -> None:
     """Neither an update nor adding a step does: PyTorch raises an error at a synchronisation."""
-    args = qdagger.Args()
-    learner = Learner(args, *device.set_up_torch(args.cuda, args.bf16))
-    learner.learn(device.CudaGraph.EAGER_CALLS + 1)
-    observation = torch.zeros((16, 4, 84, 84), dtype=torch.uint8, device="cuda")
-    none = np.zeros(16, bool)
-    q_values = torch.zeros((16, NUM_ACTIONS), device="cuda")
+    student, replay = make_student(qdagger.choose_hardware(qdagger.Args()))
+    for _ in range(device.CudaGraph.EAGER_CALLS + 1):
+        student.update(replay, 0.5, [1e-4])
+    step = random_step(np.random.default_rng(2), 16)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learner.update(*learner.replay.window, 1.0, 1e-4)
-        step = Step(np.zeros(0), np.ones(16, np.int32), none, none, none, [])
-        learner.replay.add(observation, np.zeros(16, np.int64), step, q_values)
+        student.update(replay, 1.0, [2e-4])
+        replay.add(*step)
+        student.update_target(0.5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_replay_beyond_2_31_bytes(script) -> None:
+def test_replay_beyond_2_31_bytes(script: Any) -> None:
     """The end of a replay buffer of more bytes than an int32 counts is read correctly."""
-    args = script.Args(num_envs=4)
+    replay = script.Replay(2**31 // 7056 + 4000, 4, 6, 1, script.choose_hardware(script.Args()))
+    frames = np.broadcast_to(np.arange(1, 9, dtype=np.uint8)[:, None, None, None], (8, 4, 84, 84))
+    last = {"frame": frames, "action": np.zeros((8, 4), np.uint8), "reward": np.zeros((8, 4), np.float32)}
+    last |= {"terminated": np.zeros((8, 4), bool), "age": np.full((8, 4), 100, np.int32)}
+    last |= {"valid": np.ones((8, 4), bool), "teacher_q_values": np.zeros((8, 4, 6), np.float32)}
+    replay.write(replay.length - 8, {name: array.copy() for name, array in last.items()})
+    t = np.full(2, replay.length - 2)
+    env = np.array([0, 3])
     if script is qdagger:
-        replay = qdagger.Replay(2**31 // 7056 + 4000, 6, args, torch.device("cuda"))
-        replay.ring.frame[-8:] = torch.arange(8, device="cuda", dtype=torch.uint8)[:, None, None, None] + 1
-        replay.ring.valid.fill_(True), replay.ring.age.fill_(100), replay.ring.terminated.fill_(False)
-        t = torch.full((2,), replay.length - 2, device="cuda")
-        batch = qdagger.transitions_at(replay.ring, t, torch.tensor([0, 3], device="cuda"), 1, 0.99)
-    else:
-        replay = qdagger_jax.Replay(2**31 // 7056 + 4000, 6, args)
-        frame = replay.ring.frame.at[-8:].set((jnp.arange(8, dtype=jnp.uint8) + 1)[:, None, None, None])
-        ring = replay.ring._replace(frame=frame, valid=replay.ring.valid | True, age=replay.ring.age + 100)
-        batch = qdagger_jax.transitions_at(ring, jnp.full((2,), replay.length - 2), jnp.array([0, 3]), 1, 0.99)
+        t = torch.tensor(t, device="cuda")
+        env = torch.tensor(env, device="cuda")
+    batch = script.transitions_at(replay.ring, t, env, 1, 0.99)
     assert batch.observation[:, :, 0, 0].tolist() == [[4, 5, 6, 7]] * 2
     assert batch.bootstrap_observation[:, :, 83, 83].tolist() == [[5, 6, 7, 8]] * 2
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_small_run(script, tmp_path: Path) -> None:
+def test_small_run(script: Any, tmp_path: Path) -> None:
     """A run on the GPU passes all phases and says which device computes."""
     teacher = write_teacher(tmp_path / "teacher")
     flags = ["--teacher-policy-hf-repo", teacher, *TINY.split(), "--total-timesteps", 400]

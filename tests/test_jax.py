@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dqn_atari
@@ -14,16 +15,18 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
 from helpers import (
+    AGENTS,
     REPO,
     SmallFlaxNetwork,
     SmallNetwork,
+    cpu,
+    double_dqn,
     dqn_jax_losses,
     dqn_losses,
     flax_params,
@@ -39,6 +42,7 @@ from helpers import (
     write_teacher,
 )  # fmt: skip
 
+from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import flax_to_torch
 
 A = 6
@@ -85,7 +89,7 @@ def small_to_torch(params: Params) -> dict[str, np.ndarray]:
 
 def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:
     """Convert a batch for the loss of a script."""
-    as_array = torch.from_numpy if hasattr(script, "torch") else jnp.asarray
+    as_array = torch.from_numpy if script in (qdagger, dqn_atari) else jnp.asarray
     return script.Batch(**{key: as_array(batch[key]) for key in script.Batch._fields})
 
 
@@ -202,27 +206,34 @@ def test_extreme_q_values_give_a_finite_loss() -> None:
 
 
 @both_scripts
-def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("double", [False, True])
+def test_updates_are_those_of_torch_adam(
+    script: Any, jax_script: Any, double: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each update has a sample, λ and learning rate of its own, and the target network does not change.
 
-    QDagger makes three updates in two calls, with learning rates that its schedule gives for warmup and annealed λ.
+    QDagger makes six updates in two calls, the second of which is split, with learning rates that its schedule gives
+    for warmup and annealed λ. With ``double``, the loss is edited to be double DQN's: in each gradient step, the
+    Q-network of that very step chooses the action.
     """
-    batches = [random_batch(seed, 2, A) for seed in (11, 12, 13)]
-    network, target_network = (spread(SmallNetwork(A), seed) for seed in (14, 15))
+    batches = [random_batch(seed, 2, A) for seed in range(11, 17)]
+    network, target_network = (spread(SmallNetwork(A), seed) for seed in (17, 18))
     adam = torch.optim.Adam(network.parameters())
     flags = {"gamma": 0.9, "learning_rate": 1e-3, "batch_size": 2}
+    calls = [((0,), 2.0), ((1, 2, 3, 4, 5), 0.7)]  # (numbers of the updates, λ)
     if script is qdagger:
         flags |= {"temperature": 0.5, "distill_coefficient": 2.0, "final_learning_rate": 1e-4}
         flags |= {"offline_steps": 1, "warmup_updates": 2}
     args = jax_script.Args(**flags)
     torch_args = script.Args(**flags)
-    optimizer = optax.inject_hyperparams(optax.adam)(1e-3) if script is qdagger else optax.adam(1e-3)
-    params = small_to_jax(network)
-    key = jax.random.PRNGKey(5)
-    state = jax_script.TrainState(params, small_to_jax(target_network), optimizer.init(params), key)
+    monkeypatch.setattr(jax_script, "QNetwork", SmallFlaxNetwork)
+    if double:
+        loss = jax_script.qdagger_loss if script is qdagger else jax_script.dqn_loss
+        monkeypatch.setattr(jax_script, loss.__name__, double_dqn(loss))
 
     # The ring is replaced by the batches; the sample's key selects one of them.
     ring = jax.tree.map(lambda *x: jnp.stack(x), *(batch_of(jax_script, batch) for batch in batches))
+    replay = SimpleNamespace(ring=ring, sampled_steps=lambda: range(5, 12))
     sampled: list[tuple[tuple[int, ...], int]] = []
 
     def record(key: np.ndarray, chosen: np.ndarray) -> None:
@@ -236,37 +247,68 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
         return jax.tree.map(lambda x: x[i], ring)
 
     monkeypatch.setattr(jax_script, "sample", sample)
-    learn = jax_script.make_update(SmallFlaxNetwork(A), optimizer, args)
-    updates = [(0, 2.0), (1, 0.7), (2, 0.7)]  # (number, λ)
+    agent = AGENTS[jax_script](args, A, cpu(jax_script))
+    params = small_to_jax(network)
+    agent.state = agent.state._replace(params=params, target_params=small_to_jax(target_network))
     if script is qdagger:
-        for call in (updates[:1], updates[1:]):
-            rates = [jax_script.learning_rate_at(number, coefficient, args) for number, coefficient in call]
-            state, losses = learn(state, ring, 5, 9, call[0][1], *rates)
-            assert state.optimizer_state.hyperparams["learning_rate"] == np.float32(rates[-1])
+        for numbers, coefficient in calls:
+            rates = [jax_script.learning_rate_at(number, coefficient, args) for number in numbers]
+            losses = agent.update(replay, coefficient, rates)
+            assert agent.state.optimizer_state.hyperparams["learning_rate"] == np.float32(rates[-1])
     else:
-        for _ in updates:
-            state, losses = learn(state, ring, 5, 9)
+        for _ in range(6):
+            losses = agent.update(replay)
     jax.effects_barrier()
+    updates = [(number, coefficient) for numbers, coefficient in calls for number in numbers]
     assert len({key for key, _ in sampled}) == len(updates), "a key was used twice"
-    assert len({i for _, i in sampled}) >= 2
+    assert len({i for _, i in sampled}) >= 3
 
     for (number, coefficient), (_, i) in zip(updates, sampled, strict=True):
         rate = script.learning_rate_at(number, coefficient, torch_args) if script is qdagger else 1e-3
         adam.param_groups[0]["lr"] = rate
-        expected = torch_loss(script, network, target_network, batch_of(script, batches[i]), coefficient, 0.5)
+        batch = batch_of(script, batches[i])
+
+        def target(observation: torch.Tensor) -> torch.Tensor:
+            q_values = target_network(observation)
+            best = network(observation).argmax(dim=1, keepdim=True)
+            return q_values.gather(1, best) if double else q_values  # the loss takes the maximum, also of one value
+
+        expected = torch_loss(script, network, target, batch, coefficient, 0.5)
         adam.zero_grad()
         expected[0].backward()
         adam.step()
     for found, term in zip(losses, expected, strict=True):
         np.testing.assert_allclose(found, term.detach().numpy(), rtol=1e-4)
-    found = small_to_torch(state.params)
-    target = small_to_torch(state.target_params)
+    found = small_to_torch(agent.state.params)
+    unchanged = small_to_torch(agent.state.target_params)
     for name, parameter in network.named_parameters():
         # Where a gradient is hardly more than rounding, Adam's step along it is not.
-        close = np.isclose(found[name], parameter.detach().numpy(), rtol=0, atol=1e-6)
-        assert close.mean() > 0.995, name
+        close = np.isclose(found[name], parameter.detach().numpy(), rtol=0, atol=2e-6)
+        assert close.mean() > 0.99, name
     for name, parameter in target_network.named_parameters():
-        np.testing.assert_array_equal(target[name], parameter.detach().numpy())
+        np.testing.assert_array_equal(unchanged[name], parameter.detach().numpy())
+
+
+class BatchNormNetwork(flax.linen.Module):
+    """A Q-network with running averages, which are no parameters."""
+
+    num_actions: int
+    dtype: Any = None
+
+    @flax.linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = flax.linen.BatchNorm(use_running_average=False)(x / 255.0)
+        return SmallFlaxNetwork(self.num_actions)(x * 255.0)
+
+
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+def test_running_averages_are_refused(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradient steps would not update them: one line says so."""
+    monkeypatch.setattr(script, "QNetwork", BatchNormNetwork)
+    with pytest.raises(
+        UserError, match=r"^QNetwork has batch_stats, and only layers with nothing but parameters[^\n]*$"
+    ):
+        AGENTS[script](script.Args(), A, cpu(script))
 
 
 # ==================== runs ====================

@@ -1,5 +1,7 @@
 """Teachers that other libraries wrote: stable-baselines3, sb3-contrib, and CleanRL's C51 and PPO."""
 
+import io
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,10 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import REPO, flax_params, qdagger_jax_losses, qdagger_losses, random_batch
+from helpers import REPO, cpu, flax_params, qdagger_jax_losses, qdagger_losses, random_batch, spread
+from references import log_softmax, nature
 from sb3_contrib import QRDQN
 from stable_baselines3 import A2C, DQN, PPO
-from test_teachers import load_q_function, random_weights, sb3_zip, torch_bytes
-from test_update import log_softmax, nature
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.atari import AtariEnvs
@@ -42,12 +43,19 @@ class Spaces(gym.Env):
     action_space = gym.spaces.Discrete(A)
 
 
+def torch_bytes(state: dict[str, Any]) -> bytes:
+    """Return the file that ``torch.save`` writes."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
 @pytest.fixture(scope="module")
 def observations() -> np.ndarray:
     """1,000 observations of Pong, uint8 (1000, 4, 84, 84)."""
-    envs = AtariEnvs("PongNoFrameskip-v4", 10, seed=1)
+    envs = AtariEnvs("PongNoFrameskip-v4", 10)
     rng = np.random.default_rng(1)
-    found = [envs.reset(), *(envs.step(rng.integers(0, A, 10)).observation for _ in range(199))]
+    found = [envs.reset(1), *(envs.step(rng.integers(0, A, 10)).observation for _ in range(199))]
     envs.close()
     return np.concatenate(found[::2])
 
@@ -83,7 +91,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("library") / "model.zip"
     model.save(path)
     if name == "PPO before 1.8":
-        path.write_bytes(sb3_zip({key: x for key, x in net.state_dict().items() if key[:3] not in ("pi_", "vf_")}))
+        state = {key: value for key, value in net.state_dict().items() if key[:3] not in ("pi_", "vf_")}
+        with zipfile.ZipFile(path) as archive:
+            files = {file: archive.read(file) for file in archive.namelist()} | {"policy.pth": torch_bytes(state)}
+        with zipfile.ZipFile(path, "w") as archive:
+            for file, data in files.items():
+                archive.writestr(file, data)
     return SimpleNamespace(name=name, model=model, net=net, path=path, is_policy=algorithm in (PPO, A2C))
 
 
@@ -95,14 +108,14 @@ def test_outputs(script: Any, saved: SimpleNamespace, observations: np.ndarray) 
         expected = saved.net.get_distribution(few).distribution.probs if saved.is_policy else saved.net(few)
     expected = expected.mean(dim=1) if "QR" in saved.name else expected
     for temperature in (0.1, 1.0):
-        q_function, is_policy = load_q_function(script, saved.path, temperature)
-        assert is_policy == saved.is_policy
-        outputs = torch.tensor(q_function(few.numpy()))
+        teacher = script.Teacher(saved.path, A, temperature, cpu(script))
+        assert teacher.temperature == (temperature if saved.is_policy else 0)
+        outputs = torch.tensor(teacher.q_values(few.numpy()))
         found = torch.softmax(outputs / temperature, dim=1) if saved.is_policy else outputs
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if saved.is_policy else 1e-5)
     actions, _ = saved.model.predict(observations, deterministic=True)
     assert len(np.unique(actions)) == A
-    np.testing.assert_array_equal(q_function(observations).argmax(axis=1), actions)
+    np.testing.assert_array_equal(teacher.q_values(observations).argmax(axis=1), actions)
 
 
 @pytest.mark.parametrize("saved", ["DQN", "PPO"], indirect=True)
@@ -119,14 +132,13 @@ def test_enjoy(saved: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == expected != 0
 
 
-def cleanrl_file(kind: str, weights: dict[str, np.ndarray]) -> bytes:
+def cleanrl_file(kind: str, state: dict[str, torch.Tensor]) -> bytes:
     """Return a file as a script of CleanRL writes it."""
     args = {"exp_name": kind, "track": False, "wandb_entity": None, "v_min": -5, "v_max": 2.5, "n_atoms": ATOMS}
-    params = flax_params(weights)
+    params = flax_params({key: value.numpy() for key, value in state.items()})
     if kind == "dqn_atari":
-        return torch_bytes(weights)
+        return torch_bytes(state)
     if kind == "c51_atari":
-        state = {key: torch.from_numpy(value) for key, value in weights.items()}
         return torch_bytes({"model_weights": state | {"atoms": torch.linspace(-5, 2.5, ATOMS)}, "args": args})
     if kind == "c51_atari_jax":
         return flax.serialization.to_bytes({"model_weights": params, "args": args})
@@ -141,29 +153,29 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
     c51 = kind.startswith("c51")
     is_policy = kind.startswith("ppo")
     batch = random_batch(1, 4, A)
-    weights = random_weights("nature", A * ATOMS if c51 else A)
+    state = spread(qdagger.TeacherNetwork(A * ATOMS if c51 else A), seed=1).state_dict()
     path = tmp_path / f"{kind}.cleanrl_model"
-    path.write_bytes(cleanrl_file(kind, weights))
-    expected = nature({key: value.astype(float) for key, value in weights.items()}, batch["observation"])
+    path.write_bytes(cleanrl_file(kind, state))
+    expected = nature({key: value.double().numpy() for key, value in state.items()}, batch["observation"])
     if c51:
         expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-5, 2.5, ATOMS)
-    rounded = load_q_function(script, path, bf16=True)[0](batch["observation"])
+    rounded = script.Teacher(path, A, 1.0, cpu(script, bf16=True)).q_values(batch["observation"])
     assert rounded.dtype == np.float32
     np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02)
     q = np.random.default_rng(2).normal(size=(4, A)).astype(np.float32)
     for temperature in (0.1, 1.0):
-        q_function, found_is_policy = load_q_function(script, path, temperature)
-        assert found_is_policy == is_policy
-        outputs = q_function(batch["observation"])
+        teacher = script.Teacher(path, A, temperature, cpu(script))
+        assert teacher.temperature == (temperature if is_policy else 0)
+        outputs = teacher.q_values(batch["observation"])
         scale = temperature if is_policy else 1.0
         np.testing.assert_allclose(outputs, scale * expected, rtol=0, atol=1e-5)
-        teacher, student = (log_softmax(x) for x in (scale * expected / temperature, q / temperature))
-        assert 0.18 < np.exp(teacher).max() < 0.999, "another policy would have the same loss"
+        teacher_policy, policy = (log_softmax(x) for x in (scale * expected / temperature, q / temperature))
+        assert 0.18 < np.exp(teacher_policy).max() < 0.999, "another policy would have the same loss"
         arrays = script.Batch(**batch | {"teacher_q_values": outputs})
         if script is qdagger_jax:
             _, losses = qdagger_jax_losses(q, q, arrays, 1.0, temperature, apply=lambda params, _: params)
         else:
             arrays = qdagger.Batch(*map(torch.from_numpy, arrays))
             losses = qdagger_losses(*[lambda _: torch.from_numpy(q)] * 2, arrays, 1.0, temperature)
-        kl = (np.exp(teacher) * (teacher - student)).sum(axis=1).mean()
+        kl = (np.exp(teacher_policy) * (teacher_policy - policy)).sum(axis=1).mean()
         np.testing.assert_allclose(losses.distill_loss, kl, rtol=1e-4)

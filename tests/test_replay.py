@@ -7,18 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import dqn_atari
+import dqn_atari_jax
 import jax
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import NETWORKS
+from helpers import AGENTS, cpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cleanrl_utils import atari
-from cleanrl_utils.atari import AtariEnvs, Step
+from cleanrl_utils.atari import AtariEnvs, StepResult
 from cleanrl_utils.checks import STACK, size_problem
 
 NUM_ACTIONS = 7
@@ -26,56 +27,60 @@ STEP, LIFE, END, CUT, END_AND_CUT = "step", "life", "end", "cut", "end and cut"
 """Events in a step: none, a lost life, the end of the episode, its truncation, both at once"""
 RESUME = "resume"
 """Event between two steps: the run is stopped and resumed with new episodes"""
-SCRIPTS = list(NETWORKS)
+TORCH = (qdagger, dqn_atari)
 
-every_script = pytest.mark.parametrize("script", SCRIPTS)
+every_script = pytest.mark.parametrize("script", list(AGENTS))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_transitions() -> Iterator[None]:
     """Compile `transitions_at` alone, since compiling all of `sample` takes a second for each size of the ring."""
     with pytest.MonkeyPatch.context() as patch:
-        for script in SCRIPTS:
-            if hasattr(script, "jax"):
-                patch.setattr(script, "transitions_at", jax.jit(script.transitions_at, static_argnames="n_step"))
+        for script in (qdagger_jax, dqn_atari_jax):
+            patch.setattr(script, "transitions_at", jax.jit(script.transitions_at, static_argnames="n_step"))
         yield
+
+
+def make_replay(script: Any, size: int, num_envs: int, n_step: int) -> Any:
+    """Make a replay buffer of a script."""
+    num_actions = [NUM_ACTIONS] * (script in (qdagger, qdagger_jax))
+    return script.Replay(size, num_envs, *num_actions, n_step, cpu(script))
 
 
 class Buffer:
     """The replay buffer of any script, with NumPy arrays in and out."""
 
     def __init__(self, script: Any, length: int, num_envs: int, n_step: int, gamma: float, seed: int = 0):
-        sizes = {"buffer_size": length * num_envs, "num_envs": num_envs, "n_step": n_step, "gamma": gamma}
         self.script = script
-        self.args = script.Args(**sizes)
-        self.torch = hasattr(script, "torch")
-        self.distills = hasattr(script, "qdagger_loss")
-        inputs = [length * num_envs, *[NUM_ACTIONS] * self.distills, self.args]
-        self.replay = script.Replay(*inputs, *[torch.device("cpu")] * self.torch)
+        self.n_step = n_step
+        self.gamma = gamma
+        self.distills = script in (qdagger, qdagger_jax)
+        self.replay = make_replay(script, length * num_envs, num_envs, n_step)
         self.generator = torch.Generator().manual_seed(seed)
         self.key = jax.random.key(seed)
 
-    def add(self, observation: np.ndarray, action: np.ndarray, result: Step, teacher_q_values: np.ndarray) -> None:
+    def add(
+        self, observation: np.ndarray, action: np.ndarray, result: StepResult, teacher_q_values: np.ndarray
+    ) -> None:
         """Add a step of each environment."""
-        as_tensor = torch.from_numpy if self.torch else np.asarray
-        teacher = [as_tensor(teacher_q_values)] * self.distills
-        self.replay.add(as_tensor(observation), action, result, *teacher)
+        self.replay.add(observation, action, result, *[teacher_q_values] * self.distills)
 
     def batch(self, t: np.ndarray, env: np.ndarray) -> Any:
         """Return the transitions of steps ``t`` in environments ``env``."""
-        if self.torch:
+        if self.script in TORCH:
             indices = [torch.from_numpy(index) for index in (t, env)]
         else:
             size = 8 if len(t) <= 8 else -(-len(t) // 250) * 250  # few shapes to compile for
             indices = [np.resize(index, size).astype(np.int32) for index in (t, env)]
-        batch = self.script.transitions_at(self.replay.ring, *indices, self.args.n_step, self.args.gamma)
+        batch = self.script.transitions_at(self.replay.ring, *indices, self.n_step, self.gamma)
         return jax.tree.map(lambda array: array[: len(t)], self.to_numpy(batch))
 
     def sample(self, batch_size: int = 250) -> Any:
-        """Sample a batch from the window."""
+        """Sample a batch from the steps that can be sampled."""
         self.key, key = jax.random.split(self.key)
-        random = self.generator if self.torch else key
-        inputs = self.replay.ring, *self.replay.window, batch_size, random, self.args.n_step, self.args.gamma
+        random = self.generator if self.script in TORCH else key
+        steps = self.replay.sampled_steps()
+        inputs = self.replay.ring, steps.start, steps.stop, batch_size, random, self.n_step, self.gamma
         return self.to_numpy(self.script.sample(*inputs))
 
     def to_numpy(self, batch: Any) -> Any:
@@ -181,7 +186,7 @@ class Rollout:
             episode.rewards.append(int(reward[env]))
             episode.terminated.append(bool(terminated[env]))
             episode.observations.append(np.concatenate([episode.observations[-1][1:], image[None]]))
-        result = Step(observation, reward, terminated, truncated, reset, [])
+        result = StepResult(observation, reward, terminated, truncated, reset, [])
         self.buffer.add(observation, action, result, self.teacher[-1])
         self.steps += 1
 
@@ -333,20 +338,18 @@ def test_samples_without_a_valid_candidate(script: Any) -> None:
 @pytest.mark.parametrize(("size", "num_envs"), [(20, 2), (29, 3), (9, 1)])
 def test_size(script: Any, size: int, num_envs: int) -> None:
     """The buffer has as many steps as fit, and stores each frame once."""
-    buffer = Buffer(script, 1, 1, 1, 0.9)
-    args = script.Args(num_envs=num_envs)
-    replay = script.Replay(size, *[NUM_ACTIONS] * buffer.distills, args, *[torch.device("cpu")] * buffer.torch)
-    assert replay.length * num_envs <= size < (replay.length + 1) * num_envs
+    replay = make_replay(script, size, num_envs, 1)
+    assert replay.size == replay.length * num_envs <= size < replay.size + num_envs
     assert all(array.shape[:2] == (replay.length, num_envs) for array in replay.ring)
-    assert 84 * 84 <= sum(array.nbytes for array in replay.ring) / replay.length / num_envs < 84 * 84 + 50
+    assert 84 * 84 <= sum(array.nbytes for array in replay.ring) / replay.size < 84 * 84 + 50
 
 
 @every_script
 @given(steps=st.integers(0, 300), length=st.integers(STACK + 2, 100), n_step=st.integers(1, 8))
-def test_window_is_exact(script: Any, steps: int, length: int, n_step: int) -> None:
-    """The window has all steps that can be sampled, and no other."""
+def test_sampled_steps_are_exact(script: Any, steps: int, length: int, n_step: int) -> None:
+    """They are all steps that can be sampled, and no other."""
     replay = SimpleNamespace(steps_added=steps, length=length, n_step=n_step)
-    assert list(range(*script.Replay.window.fget(replay))) == window_of(steps, length, n_step)
+    assert list(script.Replay.sampled_steps(replay)) == window_of(steps, length, n_step)
 
 
 @given(n_step=st.integers(1, 6), num_envs=st.integers(1, 9))
@@ -389,8 +392,8 @@ def test_emulated_observations_come_back(script: Any, monkeypatch: pytest.Monkey
     observations = []
     actions = []
     results = []
-    with closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs, seed=7)) as envs:
-        observation = envs.reset()
+    with closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs)) as envs:
+        observation = envs.reset(7)
         for _ in range(300):
             action = envs.send(rng.integers(0, envs.num_actions, num_envs))
             result = envs.recv()

@@ -1,21 +1,25 @@
 """Schedules: λ, learning rate, exploration, when updates are due, and the target network."""
 
 import copy
+import functools
 import math
 from typing import Any
 
+import dqn_atari
+import dqn_atari_jax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
-from helpers import NETWORKS, SmallNetwork
+import torch
+from helpers import AGENTS, cpu, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 every_qdagger = pytest.mark.parametrize("script", [qdagger, qdagger_jax])
-every_script = pytest.mark.parametrize("script", list(NETWORKS))
+every_script = pytest.mark.parametrize("script", list(AGENTS))
 returns = st.one_of(st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6))
 ten = st.lists(returns, min_size=10, max_size=10)
 coefficients = st.floats(0, 10)
@@ -24,7 +28,7 @@ rates = st.floats(1e-6, 1e-2)
 
 def anneal(script: Any, recent: list[float], teacher: float, random: float, coefficient: float = 1.0) -> float:
     """Compute λ."""
-    return script.anneal_distillation(recent, teacher, random, script.Args(distill_coefficient=coefficient))
+    return script.anneal_distillation(recent, teacher, random, coefficient)
 
 
 # ==================== λ ====================
@@ -124,7 +128,7 @@ def test_epsilon_greedy(script: Any, epsilon: float) -> None:
     twin = np.random.default_rng(0)
     best = rng.integers(0, 5, SAMPLES)
     random = twin.integers(0, 5, (2, SAMPLES))[1]
-    temperature = [] if script.__name__.startswith("dqn") else [0.0]
+    temperature = [0.0] if script in (qdagger, qdagger_jax) else []
     actions = script.epsilon_greedy(np.eye(5, dtype=np.float32)[best], epsilon, rng, *temperature)
     np.testing.assert_array_equal(actions, np.where(twin.random(SAMPLES) < epsilon, random, best))
     assert rng.random() == twin.random()
@@ -161,26 +165,34 @@ def test_each_multiple_is_due_once(script: Any, strides: list[int], start: int, 
 # ==================== target network ====================
 
 
-@every_script
+@pytest.mark.usefixtures("small_networks")
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_target_network_moves_by_tau(script: Any, tau: float) -> None:
-    """tau 1 copies it bit for bit; the Q-network does not change."""
-    online = SmallNetwork(4)
-    target = SmallNetwork(4)
-    before, weights = (copy.deepcopy(network.state_dict()) for network in (target, online))
-    if hasattr(script, "jax"):
-        params = [{key: value.numpy() for key, value in each.items()} for each in (weights, before)]
-        state = script.TrainState(*jax.tree.map(jnp.array, params), None, jax.random.key(0))
-        state = script.update_target(state, tau)
-        online_after = state.params
-        target_after = state.target_params
-    else:
-        script.update_target(target, online, tau)
-        online_after = online.state_dict()
-        target_after = target.state_dict()
+    """tau 1 copies the Q-network bit for bit, into other memory; the Q-network does not change."""
+    agent = AGENTS[script](script.Args(), 4, cpu(script))
+    spread(agent.target_network, seed=1)
+    before, weights = (copy.deepcopy(network.state_dict()) for network in (agent.target_network, agent.q_network))
+    agent.update_target(tau)
     for key, value in weights.items():
-        expected = (1 - tau) * before[key].numpy() + tau * value.numpy()
-        np.testing.assert_allclose(target_after[key], expected, rtol=0, atol=0 if tau in (0, 1) else 1e-6)
-        np.testing.assert_array_equal(online_after[key], value)
-        if tau == 1 and not hasattr(script, "jax"):
-            assert target_after[key].data_ptr() != online_after[key].data_ptr(), "they share memory"
+        found = agent.target_network.state_dict()[key]
+        expected = (1 - tau) * before[key] + tau * value
+        torch.testing.assert_close(found, expected, rtol=0, atol=0 if tau in (0, 1) else 1e-6)
+        assert torch.equal(agent.q_network.state_dict()[key], value)
+        assert found.data_ptr() != agent.q_network.state_dict()[key].data_ptr()
+
+
+@pytest.mark.usefixtures("small_networks")
+@pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
+@pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
+def test_target_network_moves_by_tau_in_jax(script: Any, tau: float) -> None:
+    """The same."""
+    agent = AGENTS[script](script.Args(), 4, cpu(script))
+    weights = jax.tree.map(np.array, agent.state.params)
+    before = jax.tree.map(lambda array: array + 1, weights)
+    agent.state = agent.state._replace(target_params=jax.tree.map(jnp.array, before))
+    agent.update_target(tau)
+    expected = jax.tree.map(lambda old, new: (1 - tau) * old + tau * new, before, weights)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=0 if tau in (0, 1) else 1e-6)
+    jax.tree.map(close, agent.state.target_params, expected)
+    jax.tree.map(np.testing.assert_array_equal, agent.state.params, weights)

@@ -27,7 +27,7 @@ from flax.traverse_util import flatten_dict
 from helpers import NUM_ACTIONS, SmallFlaxNetwork, flax_params, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_update import impala, nature
+from references import impala, nature
 
 from cleanrl_utils import models
 from cleanrl_utils.errors import UserError

@@ -2,9 +2,10 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import dqn_atari
 import numpy as np
@@ -12,82 +13,25 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 import torch.nn.functional as F
-from helpers import dqn_losses, qdagger_losses, random_batch, spread
+from helpers import AGENTS, SmallNetwork, cpu, double_dqn, dqn_losses, qdagger_losses, random_batch, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from references import Weights, impala, log_softmax, nature
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cleanrl_utils.atari import Step
+from cleanrl_utils.atari import StepResult
 
-Weights = dict[str, np.ndarray]
-"""A state dict in float64"""
+NUM_ACTIONS = 6
+BATCH_SIZE = 4
 NETWORKS = [qdagger.QNetwork, qdagger.TeacherNetwork, dqn_atari.QNetwork]
+LOSSES = {qdagger: qdagger.qdagger_loss, dqn_atari: dqn_atari.dqn_loss}
 
 every_network = pytest.mark.parametrize("network_class", NETWORKS)
-every_script = pytest.mark.parametrize("script", [qdagger, dqn_atari])
+every_script = pytest.mark.parametrize("script", list(LOSSES))
 
 
-# ==================== references ====================
-
-
-def conv(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: int = 1, padding: int = 0) -> np.ndarray:
-    """Cross-correlate (B, C, H, W) with (O, C, K, K): a product for each place in the kernel."""
-    x = np.pad(x, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
-    size = weight.shape[2]
-    height, width = ((n - size) // stride + 1 for n in x.shape[2:])
-    total = np.zeros((len(x), len(weight), height, width)) + bias[:, None, None]
-    for i in range(size):
-        for j in range(size):
-            shifted = x[:, :, i : i + stride * height : stride, j : j + stride * width : stride]
-            product = weight[:, :, i, j] @ shifted.reshape(*x.shape[:2], -1)
-            total += product.reshape(total.shape)
-    return total
-
-
-def max_pool(x: np.ndarray) -> np.ndarray:
-    """Take the 3×3 maximum with stride 2 and padding 1 on every side."""
-    x = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-np.inf)
-    height, width = ((n - 3) // 2 + 1 for n in x.shape[2:])
-    windows = [x[:, :, i : i + 2 * height : 2, j : j + 2 * width : 2] for i in range(3) for j in range(3)]
-    return np.maximum.reduce(windows)
-
-
-def relu(x: np.ndarray) -> np.ndarray:
-    """Compute max(x, 0)."""
-    return np.maximum(x, 0)
-
-
-def impala(weights: Weights, observation: np.ndarray) -> np.ndarray:
-    """Compute the Q-values of the ImpalaCNN, float64 (B, num_actions)."""
-
-    def layer(x: np.ndarray, name: str) -> np.ndarray:
-        return conv(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
-
-    x = observation.astype(np.float64) / 255
-    for i in range(3):
-        x = max_pool(layer(x, f"network.{i}.conv"))
-        for j in range(2):
-            block = f"network.{i}.res_block{j}"
-            x = x + layer(relu(layer(relu(x), f"{block}.conv0")), f"{block}.conv1")
-    x = relu(x.reshape(len(x), -1))
-    x = relu(x @ weights["network.5.weight"].T + weights["network.5.bias"])
-    return x @ weights["network.7.weight"].T + weights["network.7.bias"]
-
-
-def nature(weights: Weights, observation: np.ndarray) -> np.ndarray:
-    """Compute the Q-values of the network of Mnih et al. (2015), float64 (B, num_actions)."""
-    x = observation.astype(np.float64) / 255
-    for index, stride in ((0, 4), (2, 2), (4, 1)):
-        x = relu(conv(x, weights[f"network.{index}.weight"], weights[f"network.{index}.bias"], stride))
-    x = relu(x.reshape(len(x), -1) @ weights["network.7.weight"].T + weights["network.7.bias"])
-    return x @ weights["network.9.weight"].T + weights["network.9.bias"]
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    """Compute the logarithm of the softmax along the last axis."""
-    x = x - x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+# ==================== reference ====================
 
 
 class Reference:
@@ -258,97 +202,186 @@ def test_loss_and_its_gradient(
 # ==================== updates ====================
 
 
-class Learner(NamedTuple):
-    """An update function of a script and all that it uses."""
-
-    update: Callable[..., Any]
-    replay: Any
-    generator: torch.Generator
-    q_network: torch.nn.Module
-    target_network: torch.nn.Module
-    rng: np.random.Generator
-
-    def random_step(self) -> tuple:
-        """Return random arguments for `Replay.add`."""
-        rng = self.rng
-        device = self.replay.ring.frame.device
-        observation = torch.from_numpy(rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)).to(device)
-        reward = rng.integers(-1, 2, 2, dtype=np.int32)
-        flags = rng.random((2, 2)) < 0.1
-        result = Step(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], episodes=[])
-        step = observation, rng.integers(0, 6, 2), result
-        if "teacher_q_values" not in self.replay.ring._fields:
-            return step
-        return *step, torch.from_numpy(rng.normal(size=(2, 6)).astype(np.float32)).to(device)
+def random_step(script: Any, rng: np.random.Generator) -> tuple:
+    """Return random arguments for `Replay.add`."""
+    reward = rng.integers(-1, 2, 2, dtype=np.int32)
+    flags = rng.random((2, 2)) < 0.1
+    observation = rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)
+    result = StepResult(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], episodes=[])
+    teacher_q_values = rng.normal(size=(2, NUM_ACTIONS)).astype(np.float32)
+    return observation, rng.integers(0, NUM_ACTIONS, 2), result, *[teacher_q_values] * (script is qdagger)
 
 
-class MetaGenerator(torch.Generator):
-    """A generator for tensors without data, on the device "meta"."""
-
-    device = torch.device("meta")
-
-
-def make_learner(script: Any, device: str = "cpu", bf16: bool = False) -> Learner:
-    """Make two networks that differ, a replay buffer of 15 steps that has wrapped around, and the update."""
-    args = script.Args(num_envs=2, n_step=3, batch_size=8)
-    args.temperature = 0.5
-    torch.manual_seed(7)
-    generator = (torch.Generator if device == "cpu" else MetaGenerator)().manual_seed(7)
-    replay = script.Replay(30, *[6] * (script is qdagger), args, torch.device(device))
-    networks = [script.QNetwork(6).to(device, memory_format=torch.channels_last) for _ in range(2)]
-    if device == "cpu":
-        optimizer = torch.optim.Adam(networks[0].parameters(), lr=1e-3, fused=True)
-    else:  # fused Adam does not know the device
-        optimizer = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
-    autocast = torch.autocast(device, torch.bfloat16) if bf16 else contextlib.nullcontext()
-    update = script.make_update(*networks, optimizer, replay.ring, generator, autocast, args)
-    learner = Learner(update, replay, generator, *networks, np.random.default_rng(7))
+def make_replay(script: Any, rng: np.random.Generator, hardware: Any) -> Any:
+    """Make a replay buffer of 15 steps that has wrapped around."""
+    replay = script.Replay(30, 2, *[NUM_ACTIONS] * (script is qdagger), 3, hardware)
     for _ in range(20):
-        replay.add(*learner.random_step())
-    return learner
+        replay.add(*random_step(script, rng))
+    return replay
 
 
-def assert_same_weights(a: torch.nn.Module, b: torch.nn.Module) -> None:
-    """Compare all weights bit by bit."""
-    for x, y in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(x, y)
+def make_agent(script: Any, hardware: Any) -> Any:
+    """Make an agent with networks that differ."""
+    args = script.Args(seed=7, num_envs=2, n_step=3, batch_size=BATCH_SIZE, learning_rate=1e-3)
+    if script is qdagger:
+        args.temperature = 0.5
+    agent = AGENTS[script](args, NUM_ACTIONS, hardware)
+    spread(agent.target_network, seed=8)
+    return agent
+
+
+def update(script: Any, agent: Any, replay: Any, coefficient: float, learning_rates: Sequence[float]) -> Any:
+    """Call `update`, which takes λ and learning rates in QDagger and makes a step for each rate."""
+    return agent.update(replay, *([coefficient, learning_rates] if script is qdagger else ()))
+
+
+class NaiveAgent:
+    """A Q-network that learns as the agent's should, by single gradient steps.
+
+    With ``double``, the target is double DQN's; with ``stale``, the Q-network at the start of a call chooses its
+    actions.
+    """
+
+    def __init__(self, script: Any, agent: Any, double: bool = False, stale: bool = False):
+        self.script = script
+        self.loss = LOSSES[script]
+        self.agent = agent
+        self.q_network = copy.deepcopy(agent.q_network)
+        self.target_network = copy.deepcopy(agent.target_network)
+        self.adam = torch.optim.Adam(self.q_network.parameters(), fused=True)
+        self.double = double
+        self.stale = stale
+
+    def update(self, replay: Any, coefficient: float, learning_rates: Sequence[float]) -> Any:
+        """Make a gradient step for each learning rate on the batches that the agent would sample now."""
+        generator = self.agent.generator
+        state = generator.get_state()
+        for i in range(0, len(learning_rates), 4):
+            losses = self.gradient_steps(replay, coefficient, learning_rates[i : i + 4])
+        generator.set_state(state)
+        return losses
+
+    def gradient_steps(self, replay: Any, coefficient: float, learning_rates: Sequence[float]) -> Any:
+        """Make gradient steps on one sample."""
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.agent.hardware.bf16)
+        steps = replay.sampled_steps()
+        size = BATCH_SIZE * len(learning_rates)
+        whole = self.script.sample(replay.ring, steps.start, steps.stop, size, self.agent.generator, 3, 0.99)
+        columns = zip(*(array.split(BATCH_SIZE) for array in whole), strict=True)
+        batches = [self.script.Batch(*arrays) for arrays in columns]
+        with autocast, torch.no_grad():  # the target network is the same for all batches
+            target_q_values = self.target_network(whole.bootstrap_observation).split(BATCH_SIZE)
+        before = copy.deepcopy(self.q_network)
+        for batch, q_values, learning_rate in zip(batches, target_q_values, learning_rates, strict=True):
+            with autocast:
+                if self.double:  # the loss takes the maximum, here of one value
+                    chooser = before if self.stale else self.q_network
+                    q_values = q_values.gather(1, chooser(batch.bootstrap_observation).argmax(dim=1, keepdim=True))
+                coefficients = (coefficient, 0.5) if self.script is qdagger else ()
+                losses = self.loss(self.q_network, q_values, batch, *coefficients)
+            self.adam.param_groups[0]["lr"] = learning_rate
+            self.adam.zero_grad()
+            losses[0].backward()
+            self.adam.step()
+        return losses
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    """Return whether all weights are equal bit by bit."""
+    return all(map(torch.equal, a.parameters(), b.parameters()))
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 @every_script
 def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
     """λ and learning rates are those of the call, steps are Adam's, and the target network does not change."""
-    learner = make_learner(script, bf16=bf16)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
-    q_network = copy.deepcopy(learner.q_network)
-    target_network = copy.deepcopy(learner.target_network)
-    adam = torch.optim.Adam(q_network.parameters(), lr=1e-3, fused=True)
-    for coefficient, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3]), (0.0, [2e-3])):
+    rng = np.random.default_rng(7)
+    agent = make_agent(script, cpu(script, bf16))
+    replay = make_replay(script, rng, agent.hardware)
+    naive = NaiveAgent(script, agent)
+    for coefficient, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3, 3e-4, 1e-3]), (0.0, [2e-3])):
         if script is dqn_atari:
             learning_rates = [1e-3]
-        state = learner.generator.get_state()
-        size = 8 * len(learning_rates)
-        whole = script.sample(learner.replay.ring, *learner.replay.window, size, learner.generator, 3, 0.99)
-        batches = [script.Batch(*parts) for parts in zip(*(column.split(8) for column in whole), strict=True)]
-        learner.generator.set_state(state)
-        losses = learner.update(*learner.replay.window, *([coefficient, *learning_rates] if script is qdagger else ()))
-        with autocast:  # the target network is the same for all batches
-            targets = qdagger.td_target(target_network, whole).split(8)
-        for batch, y, learning_rate in zip(batches, targets, learning_rates, strict=True):
-            with autocast:
-                if script is qdagger:
-                    expected = qdagger.qdagger_loss(q_network, y, batch, coefficient, 0.5)
-                else:
-                    expected = dqn_atari.dqn_loss(q_network, y, batch)
-            adam.param_groups[0]["lr"] = learning_rate
-            adam.zero_grad()
-            expected[0].backward()
-            adam.step()
-        assert all(torch.equal(a, b) for a, b in zip(losses, expected, strict=True))
-        assert_same_weights(learner.q_network, q_network)
-        assert_same_weights(learner.target_network, target_network)
-        learner.replay.add(*learner.random_step())
-    assert all(parameter.grad is None for parameter in learner.target_network.parameters())
+        expected = naive.update(replay, coefficient, learning_rates)
+        losses = update(script, agent, replay, coefficient, learning_rates)
+        assert all(map(torch.equal, losses, expected))
+        assert same_weights(agent.q_network, naive.q_network)
+        assert same_weights(agent.target_network, naive.target_network)
+        replay.add(*random_step(script, rng))
+    assert all(parameter.grad is None for parameter in agent.target_network.parameters())
+
+
+@every_script
+def test_double_dqn_in_the_loss(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each gradient step of a call, the Q-network of that very step chooses the action."""
+    monkeypatch.setattr(script, "QNetwork", SmallNetwork)
+    monkeypatch.setattr(script, LOSSES[script].__name__, double_dqn(LOSSES[script]))
+    agent = make_agent(script, cpu(script))
+    replay = make_replay(script, np.random.default_rng(7), agent.hardware)
+    double = NaiveAgent(script, agent, double=True)
+    others = [NaiveAgent(script, agent), NaiveAgent(script, agent, double=True, stale=True)]
+    learning_rates = [0.01] * 4 if script is qdagger else [1e-3]
+    expected = double.update(replay, 0.3, learning_rates)
+    for other in others:
+        other.update(replay, 0.3, learning_rates)
+    losses = update(script, agent, replay, 0.3, learning_rates)
+    assert all(map(torch.equal, losses, expected))
+    assert same_weights(agent.q_network, double.q_network)
+    assert not same_weights(agent.q_network, others[0].q_network)
+    # A call of DQN's script is a single gradient step.
+    assert same_weights(agent.q_network, others[1].q_network) == (script is dqn_atari)
+
+
+class NoisyNetwork(SmallNetwork):
+    """A Q-network with layers that compute otherwise in training: BatchNorm and Dropout."""
+
+    def __init__(self, num_actions: int):
+        super().__init__(num_actions)
+        self.norm = torch.nn.BatchNorm2d(4)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.norm(self.network[0](x / 255.0)))
+        return self.network[3](self.dropout(hidden.flatten(1))).float()
+
+
+@every_script
+def test_evaluation_mode(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the Q-network, and only in gradient steps, computes in training mode. Its buffers are copied with tau."""
+    monkeypatch.setattr(script, "QNetwork", NoisyNetwork)
+    rng = np.random.default_rng(7)
+    agent = make_agent(script, cpu(script))
+    replay = make_replay(script, rng, agent.hardware)
+    observation = rng.integers(0, 256, (3, 4, 84, 84), np.uint8)
+    modes: dict[str, list[bool]] = {"q_network": [], "target_network": []}
+    for name, found in modes.items():
+        for layer in (getattr(agent, name).norm, getattr(agent, name).dropout):
+            layer.register_forward_hook(lambda layer, inputs, output, found=found: found.append(layer.training))
+
+    def buffers(network: torch.nn.Module) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in network.buffers()]
+
+    calls = 5
+    first = buffers(agent.q_network)
+    for _ in range(calls):
+        before = buffers(agent.q_network)
+        q_values = agent.q_values(observation)
+        np.testing.assert_array_equal(q_values, agent.q_values(observation))
+        np.testing.assert_allclose(q_values[:1], agent.q_values(observation[:1]), rtol=0, atol=1e-6)
+        assert all(map(torch.equal, before, buffers(agent.q_network)))
+        modes["q_network"].clear()
+        update(script, agent, replay, 0.5, [1e-3, 1e-3])
+        assert modes["q_network"] == [True] * (4 if script is qdagger else 2)
+        assert not any(map(torch.equal, before, buffers(agent.q_network)))
+    assert modes["target_network"] == [False] * 2 * calls
+    assert all(map(torch.equal, first, buffers(agent.target_network)))
+    agent.update_target(0.25)
+    assert all(map(torch.equal, buffers(agent.q_network), buffers(agent.target_network)))
+    assert not same_weights(agent.q_network, agent.target_network)
+    if script is qdagger:  # it can teach
+        agent.save(tmp_path / "student.cleanrl_model")
+        teacher = script.Teacher(tmp_path / "student.cleanrl_model", NUM_ACTIONS, 1.0, agent.hardware)
+        np.testing.assert_array_equal(teacher.q_values(observation), agent.q_values(observation))
 
 
 class NoSynchronisation(TorchDispatchMode):
@@ -367,17 +400,36 @@ class NoSynchronisation(TorchDispatchMode):
         return result
 
 
+class MetaGenerator(torch.Generator):
+    """A generator for tensors without data, on the device "meta"."""
+
+    device = torch.device("meta")
+
+    def __new__(cls, device: str | torch.device = "cpu") -> "MetaGenerator":
+        """Make a generator of the CPU that says it is of the other device."""
+        return super().__new__(cls)
+
+
 @every_script
 def test_nothing_synchronises_with_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither updates nor the target network, the forward pass of a network, and `Replay.add`."""
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # not for this device
-    learner = make_learner(script, "meta")
-    inputs = *learner.replay.window, *((0.5, 1e-3) if script is qdagger else ())
+    monkeypatch.setattr(torch, "Generator", MetaGenerator)
+    # Fused Adam does not know the device.
+    adam = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
+    monkeypatch.setattr(torch.optim, "Adam", lambda *args, **kwargs: adam)
+    rng = np.random.default_rng(7)
+    agent = make_agent(script, cpu(script)._replace(device=torch.device("meta")))
+    replay = make_replay(script, rng, agent.hardware)
+    step = random_step(script, rng)
+    observation = torch.empty((2, 4, 84, 84), dtype=torch.uint8, device="meta")
+    steps = replay.sampled_steps()
+    inputs = steps.start, steps.stop, *((0.5, 1e-3, 1e-3) if script is qdagger else ())
     tensors = [torch.as_tensor(value, device="meta") for value in inputs]
-    step = learner.random_step()
+    gradient_steps = agent.gradient_steps if script is qdagger else agent.gradient_step
     with NoSynchronisation():
-        learner.update(*inputs)
-        learner.update(*tensors)  # as in a CUDA graph
-        script.update_target(learner.target_network, learner.q_network, 0.5)
-        learner.q_network(step[0])
-        learner.replay.add(*step)
+        update(script, agent, replay, 0.5, [1e-3, 1e-3])
+        gradient_steps(replay.ring, *tensors)  # as in a CUDA graph
+        agent.update_target(0.5)
+        agent.q_network(observation)
+        replay.add(*step)

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
-from helpers import only, read_scalars, write_teacher
-from test_teachers import load_q_function
+from helpers import cpu, only, read_scalars, write_teacher
 
 from cleanrl_utils import enjoy
-from cleanrl_utils.checkpoint import parse_args
 from cleanrl_utils.errors import UserError
+from cleanrl_utils.run import parse_args
 
 GAME = "AlienNoFrameskip-v4"
 NUM_ACTIONS = 18
@@ -118,15 +117,14 @@ def test_enjoy_plays_the_model_with_the_copy(student: Student, tmp_path: Path, m
     assert returns.sum() > 0
     for model in (student.model, student.model.with_stem(f"{student.path.stem}-offline-3")):
         with pytest.raises(UserError, match=re.escape(model.as_posix())) as refused:
-            student.script.load_model(model, NUM_ACTIONS, 1.0)
+            student.script.Teacher(model, NUM_ACTIONS, 1.0, cpu(student.script))
         assert len(str(refused.value).splitlines()) == 1
 
 
 def q_values_of(copy: ModuleType, path: Path) -> np.ndarray:
     """Compute the Q-values of a model for some observations, float32 (2, 18)."""
     observation = np.random.default_rng(5).integers(0, 256, (2, 4, 84, 84), np.uint8)
-    q_function, _ = load_q_function(copy, path, num_actions=NUM_ACTIONS)
-    return q_function(observation)
+    return copy.Teacher(path, NUM_ACTIONS, 1.0, cpu(copy)).q_values(observation)
 
 
 def test_the_student_is_the_next_teacher(student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
