@@ -13,6 +13,7 @@ import dqn_atari
 import dqn_atari_jax
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
@@ -62,6 +63,13 @@ class SmallFlaxNetwork(nn.Module):
 
 NETWORKS = {script: script.QNetwork for script in (qdagger, dqn_atari, qdagger_jax, dqn_atari_jax)}
 SMALL_NETWORKS = {script: SmallFlaxNetwork if "jax" in script.__name__ else SmallNetwork for script in NETWORKS}
+
+
+def cpu(script: Any, bf16: bool = False) -> Any:
+    """Return the CPU as the hardware of a script."""
+    if "bf16" in script.Hardware._fields:
+        return script.Hardware(torch.device("cpu"), bf16, torch.channels_last, False)
+    return script.Hardware(jax.devices("cpu")[0], jnp.bfloat16 if bf16 else jnp.float32)
 
 
 def tiny(teacher: Path | None = None, **changes: Any) -> qdagger.Args:
