@@ -79,6 +79,13 @@ def cpu(script: Any, bf16: bool = False) -> Any:
     return script.Hardware(jax.devices("cpu")[0], jnp.bfloat16 if bf16 else jnp.float32)
 
 
+def cpu(script: Any, bf16: bool = False) -> Any:
+    """Return the CPU as the hardware of a script."""
+    if "bf16" in script.Hardware._fields:
+        return script.Hardware(torch.device("cpu"), bf16, torch.channels_last, False)
+    return script.Hardware(jax.devices("cpu")[0], jnp.bfloat16 if bf16 else jnp.float32)
+
+
 def tiny(teacher: Path | None = None, **changes: Any) -> qdagger.Args:
     """Return the flags of a QDagger run that takes seconds."""
     flags = {"env_id": GAME, "teacher_policy_hf_repo": teacher and str(teacher), "teacher_model_exp_name": DQN}

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +15,11 @@ import dqn_atari
 import dqn_atari_jax
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import tiny, twin
+from helpers import cpu, tiny, twin
 from torch.nn.modules.module import register_module_forward_hook
 
 from cleanrl_utils import device
@@ -30,6 +29,22 @@ from cleanrl_utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
+
+
+def run_code(code: str, without: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess:
+    """Run Python code in this environment without some variables and with others."""
+    inherited = {key: value for key, value in os.environ.items() if key not in without}
+    environ = inherited | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cleanrl")])} | environ
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+
+
+def gpu_of_jax(capability: str, monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Let JAX have a GPU; return the mock of its configuration."""
+    gpu = SimpleNamespace(compute_capability=capability, platform="gpu", device_kind="a GPU")
+    config = mock.Mock(jax_compilation_cache_dir=None)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setattr(jax, "config", config)
+    return config
 
 
 @pytest.mark.parametrize("library", ["PyTorch", "JAX"])
@@ -44,9 +59,12 @@ def test_warning_of_an_unused_gpu(
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if library == "JAX":
-        assert device.set_up_jax(bf16=True) is jnp.float32
+        hardware = device.set_up_jax(bf16=True)
+        assert (hardware.device.platform, hardware.dtype) == ("cpu", jnp.float32)
     else:
-        assert device.set_up_torch(cuda=wanted, bf16=True)[0].type == "cpu"
+        hardware = device.set_up_torch(cuda=wanted, bf16=True, cuda_graph=True)
+        assert (hardware.device.type, hardware.memory_format) == ("cpu", torch.channels_last)
+        assert not hardware.cuda_graph
     printed, error = capsys.readouterr()
     assert re.fullmatch("device: CPU, threads: .*\n", printed)
     assert re.fullmatch(f"WARNING: {library} can't use the NVIDIA GPU.*\n" if nvidia_smi and wanted else "", error)
@@ -62,20 +80,21 @@ def test_warning_of_an_unused_gpu(
 )
 def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA GPUs have it from compute capability 8.0 on; older ones are slow with channels last. AMD's have names."""
-    gpu = SimpleNamespace(compute_capability=capability, platform="gpu", device_kind="a GPU")
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    monkeypatch.setattr(jax.config, "update", lambda *setting: None)
-    assert device.set_up_jax(bf16=True).__name__ == dtype
-    assert device.set_up_jax(bf16=False).__name__ == "float32"
+    gpu_of_jax(capability, monkeypatch)
+    assert device.set_up_jax(bf16=True).dtype.__name__ == dtype
+    assert device.set_up_jax(bf16=False).dtype is jnp.float32
+    has_bf16 = dtype == "bfloat16"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: dtype == "bfloat16")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch, "zeros", mock.MagicMock())
     threads = torch.get_num_threads()
-    picked, bf16, memory_format = device.set_up_torch(cuda=True, bf16=True)
-    assert (picked.type, torch.get_num_threads(), bf16) == ("cuda", 1, dtype == "bfloat16")
+    for wanted in (True, False):
+        memory_format = torch.channels_last if has_bf16 else torch.contiguous_format
+        expected = device.TorchHardware(torch.device("cuda"), wanted and has_bf16, memory_format, wanted)
+        assert device.set_up_torch(cuda=True, bf16=wanted, cuda_graph=wanted) == expected
+    assert torch.get_num_threads() == 1
     torch.set_num_threads(threads)
-    assert memory_format is (torch.channels_last if bf16 else torch.contiguous_format)
 
 
 @pytest.mark.usefixtures("small_networks", "no_evaluations")
@@ -86,7 +105,7 @@ def test_networks_have_the_memory_format_of_the_device(
 ) -> None:
     """All convolutions of a run compute in it, those of the teacher too."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script, "set_up_torch", lambda *_: (torch.device("cpu"), False, memory_format))
+    monkeypatch.setattr(script, "choose_hardware", lambda _: cpu(script)._replace(memory_format=memory_format))
     in_format = set()
 
     def note(layer: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
@@ -121,10 +140,7 @@ def test_a_gpu_that_fails(error: Exception, shown: type, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("xdg", ["/cache", "", None])
 def test_cache_of_a_user_without_home(xdg: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """XDG_CACHE_HOME is enough for a cache of compiled programs; without it, there is none."""
-    gpu = SimpleNamespace(compute_capability="9.0", platform="gpu", device_kind="a GPU")
-    config = mock.Mock(jax_compilation_cache_dir=None)
-    monkeypatch.setattr(jax, "devices", lambda: [gpu])
-    monkeypatch.setattr(jax, "config", config)
+    config = gpu_of_jax("9.0", monkeypatch)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and an entry in passwd
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if xdg is not None:
@@ -148,8 +164,7 @@ def test_bfloat16_of_a_cpu(
 ) -> None:
     """Only processors with AVX512-BF16 use it: on ARM it was not tried."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    found = device.set_up_torch(cuda=False, bf16=bf16)[1]
-    assert found == in_hardware
+    assert device.set_up_torch(cuda=False, bf16=bf16, cuda_graph=False).bf16 == in_hardware
 
 
 @pytest.mark.posix
@@ -183,8 +198,7 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_jax_without_the_named_device() -> None:
     """JAX_PLATFORMS=cuda on a machine without CUDA ends in one line."""
     code = "from cleanrl_utils.device import *\ntry: set_up_jax(True)\nexcept UserError as error: print(error)"
-    environment = os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    run = run_code(code, JAX_PLATFORMS="cuda")
     assert re.fullmatch(r"JAX can't start: .*JAX_PLATFORMS=cpu.*\n", run.stdout), run.stderr
 
 
@@ -264,15 +278,17 @@ def test_failed_capture_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_update_lowers_for_cuda_without_scatters(script: Any) -> None:
     """Convolutions are in bfloat16, the last layer in full float32, and no slow scatter is in the update."""
     num_actions = 6
-    args = script.Args(num_envs=2, batch_size=4, buffer_size=100)
-    network = script.QNetwork(num_actions, jnp.bfloat16)
-    optimizer = optax.inject_hyperparams(optax.adam)(1e-4)
-    sizes = (100, num_actions, args) if script is qdagger_jax else (100, args)
-    params = script.init_params(network, jax.random.PRNGKey(1))
-    state = script.TrainState(params, params, optimizer.init(params), jax.random.PRNGKey(1))
-    update = script.make_update(network, optimizer, args)
-    inputs = (state, script.Replay(*sizes).ring, 0, 20, *((1.0, 1e-4, 1e-4) if script is qdagger_jax else ()))
-    text = update.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    args = script.Args(batch_size=4)
+    hardware = cpu(script, bf16=True)
+    if script is qdagger_jax:
+        student = script.Student(args, num_actions, hardware)
+        ring = script.Replay(100, 2, num_actions, args.n_step, hardware).ring
+        traced = student.compiled_gradient_steps.trace(student.state, ring, 0, 20, 1.0, 1e-4, 1e-4)
+    else:
+        agent = script.Agent(args, num_actions, hardware)
+        ring = script.Replay(100, 2, args.n_step, hardware).ring
+        traced = agent.compiled_gradient_step.trace(agent.state, ring, 0, 20)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.scatter" not in text
     convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     assert convolutions
@@ -296,25 +312,13 @@ def test_throughput(tmp_path: Path) -> None:
 
 
 @pytest.mark.posix
-def test_gpu_benchmark_without_a_gpu(tmp_path: Path) -> None:
-    """One line says so, and no file is written."""
-    command = [ROOT / "benchmark" / "gpu.sh", "speed", tmp_path / "gpu.md"]
-    run = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+def test_gpu_benchmark_without_a_gpu() -> None:
+    """One line says so."""
+    run = subprocess.run(
+        [ROOT / "benchmark" / "gpu.sh"], env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True
+    )
     assert (run.returncode, run.stdout) == (2, "")
     assert re.fullmatch(r"error: neither PyTorch nor JAX .* can use a GPU; .*\n", run.stderr)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.posix
-@pytest.mark.parametrize("end", ["pass", "raise KeyboardInterrupt", "os.kill(os.getpid(), 9)"])
-def test_busy_loops_end_with_the_benchmark(end: str) -> None:
-    """They run until the measurement is over, also if it is killed."""
-    code = "from throughput import *\nimport psutil\nwith busy_loops(2):\n"
-    code += f"    print(len(psutil.Process().children()), flush=True)\n    {end}"
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'benchmark'}"}
-    # The output ends when the last process that has inherited it ends.
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert run.stdout == "2\n", run.stderr
 
 
 def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,15 +348,9 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bound_threads(places: str) -> None:
     """With OMP_PROC_BIND, PyTorch and the emulators use all cores of the process, unless OMP_PLACES names some."""
     cores = sorted(os.sched_getaffinity(0))
-    code = "import os, torch\nfrom cleanrl_utils.device import *\nset_up_torch(False, False)\n"
+    code = "import os, torch\nfrom cleanrl_utils.device import *\nset_up_torch(False, False, False)\n"
     code += "print(available_cores(), sorted(os.sched_getaffinity(0)))"
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment |= {
-        "OMP_PROC_BIND": "true",
-        "OMP_PLACES": places.replace("%d", str(cores[-1])),
-        "PYTHONPATH": str(ROOT),
-    }
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    run = run_code(code, ["OMP_NUM_THREADS"], OMP_PROC_BIND="true", OMP_PLACES=places.replace("%d", str(cores[-1])))
     expected = cores if places == "threads" else cores[-1:]
     assert run.stdout.endswith(f"\n{len(expected)} {expected}\n"), run.stderr
 
@@ -364,8 +362,7 @@ def test_threads_of_jax() -> None:
     code += "import jax; jax.numpy.ones((500, 500)) @ jax.numpy.ones((500, 500))\n"
     code += "names = [file.read_text() for file in device.Path('/proc/self/task').glob('*/comm')]\n"
     code += "print(names.count('tf_XLAEigen\\n'))"
-    environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    run = run_code(code, ["NPROC"])
     assert run.stdout.endswith("\n5\n"), run.stderr
 
 
@@ -376,13 +373,9 @@ def test_threads_of_jax() -> None:
 @pytest.mark.parametrize("script", ["dqn_atari", "qdagger_dqn_atari_impalacnn"])
 def test_settings_that_pytorch_reads_at_its_import(script: str, chosen: dict[str, str]) -> None:
     """GNU OpenMP has a limit of spins, and a large tensor is in huge pages, unless the user chose otherwise."""
-    names = ("GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE")
-    inherited = {key: value for key, value in os.environ.items() if key not in names}
-    path = f"{ROOT}{os.pathsep}{ROOT / 'cleanrl'}"
     code = f"import {script}, torch; tensor = torch.ones(2**28, dtype=torch.uint8)\n"
     code += "print(' hg' in open('/proc/self/smaps').read())"
-    environment = inherited | {"OMP_DISPLAY_ENV": "VERBOSE", "PYTHONPATH": path} | chosen
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    run = run_code(code, ["GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE"], OMP_DISPLAY_ENV="VERBOSE", **chosen)
     assert run.stdout == f"{not chosen}\n", run.stderr
     if "GOMP" in run.stderr:  # PyTorch may have another OpenMP library
         assert f"GOMP_SPINCOUNT = '{chosen.get('GOMP_SPINCOUNT', '3000')}'" in run.stderr

@@ -16,7 +16,6 @@ import dqn_atari_jax
 import flax
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import msgpack
 import numpy as np
 import pytest
@@ -24,22 +23,24 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import NUM_ACTIONS, SmallFlaxNetwork, flax_params, tiny
+from helpers import NUM_ACTIONS, SmallFlaxNetwork, cpu, flax_params, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import impala, nature
+from references import Weights, impala, nature
 
 from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import choose_model, convert, find_model, flax_to_torch, read_arrays, torch_to_flax
+from cleanrl_utils.models import choose_model, find_model, flax_to_torch, read_arrays, torch_to_flax
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = (qdagger, qdagger_jax)
-flax_bytes = flax.serialization.msgpack_serialize
 WIDTHS = {"nature": ((32, 64, 64), 512), "impala": ((16, 32, 32), 256)}
+REFERENCES = {"nature": nature, "impala": impala}
+OBSERVATIONS = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
+flax_bytes = flax.serialization.msgpack_serialize
 
 
-def random_weights(architecture, num_actions=6, widths=None):
+def random_weights(architecture: str, num_actions: int = 6, widths: tuple | None = None) -> Weights:
     """Return float32 weights with the names and shapes of published models, in order and with sensible scales."""
     channels, hidden = widths or WIDTHS[architecture]
     layers = {}
@@ -60,7 +61,14 @@ def random_weights(architecture, num_actions=6, widths=None):
     return weights
 
 
-def torch_bytes(state, **options):
+WEIGHTS = random_weights("nature")
+BIAS = WEIGHTS["network.9.bias"]
+SMALL = random_weights("nature", widths=((1, 2, 1), 1))
+SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4)}
+SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
+
+
+def torch_bytes(state: Any, **options: Any) -> bytes:
     """Return the file that ``torch.save`` writes; NumPy arrays in ``state`` become tensors."""
     if isinstance(state, dict):
         state = {key: torch.tensor(x) if isinstance(x, np.ndarray) else x for key, x in state.items()}
@@ -69,25 +77,22 @@ def torch_bytes(state, **options):
     return buffer.getvalue()
 
 
-def zip_bytes(files, compression=zipfile.ZIP_STORED):
+def zip_bytes(files: dict[str, bytes | str]) -> bytes:
     """Return a zip archive of files."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", compression) as archive:
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, data in files.items():
             archive.writestr(name, data)
     return buffer.getvalue()
 
 
-SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4)}
-SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
-
-
-def sb3_names(weights):
+def sb3_names(weights: dict[str, Any]) -> dict[str, Any]:
+    """Give the layers of a teacher their names in the DQN of stable-baselines3."""
     return {SB3_DQN.get(key[:9], key[:9]) + key[9:]: array for key, array in weights.items()}
 
 
-def sb3_zip(state, num_actions=6, shape=(4, 84, 84), **policy_kwargs):
-    """Return a file as stable-baselines3 writes it, with its DQN's names for the layers of a teacher."""
+def sb3_zip(state: Any, num_actions: int = 6, shape: tuple = (4, 84, 84), **policy_kwargs: Any) -> bytes:
+    """Return a file as stable-baselines3 writes it, of a state dict with names of a teacher, or of these bytes."""
     if isinstance(state, dict):
         state = torch_bytes(sb3_names(state))
     data = {"action_space": {":type:": "<class 'gym.spaces.Discrete'>", "n": str(num_actions)}}
@@ -95,36 +100,26 @@ def sb3_zip(state, num_actions=6, shape=(4, 84, 84), **policy_kwargs):
     return zip_bytes({"data": json.dumps(data), "policy.pth": state, "policy.optimizer.pth": b""})
 
 
-def load_q_function(script, path, temperature=1.0, bf16=False, num_actions=6):
-    """Return the Q-function of a file, as the script computes it, and whether it is a policy."""
-    if hasattr(script, "jax"):
-        dtype = jnp.bfloat16 if bf16 else jnp.float32
-        network, params, acts_at = script.load_model(path, num_actions, temperature, dtype)
-        assert acts_at in (0.0, temperature)
-        return lambda observations: np.asarray(jax.jit(network.apply)(params, observations)), acts_at > 0
-    network, acts_at = script.load_model(path, num_actions, temperature)
-    assert acts_at in (0.0, temperature)
+def load(script: Any, path: Path, num_actions: int = 6, temperature: float = 1.0, bf16: bool = False) -> Any:
+    """Load a model file as a teacher on the CPU."""
+    return script.Teacher(path, num_actions, temperature, cpu(script, bf16))
 
-    @torch.inference_mode()
-    def q_function(observations):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return network(torch.from_numpy(observations)).numpy()
 
-    return q_function, acts_at > 0
+def reference_q_values(architecture: str, weights: Weights) -> np.ndarray:
+    """Compute the Q-values of OBSERVATIONS in float64."""
+    return REFERENCES[architecture]({key: value.astype(float) for key, value in weights.items()}, OBSERVATIONS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("architecture", WIDTHS)
-def test_q_values_of_a_loaded_model(script, architecture, tmp_path):
+def test_q_values_of_a_teacher(script: Any, architecture: str, tmp_path: Path) -> None:
     """In bfloat16, hidden layers are rounded to 8 bits and Q-values are not."""
     weights = random_weights(architecture)
     (tmp_path / "model").write_bytes(torch_bytes(weights))
-    observations = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
-    reference = nature if architecture == "nature" else impala
-    expected = reference({key: value.astype(float) for key, value in weights.items()}, observations)
+    expected = reference_q_values(architecture, weights)
     assert np.ptp(expected) > 0.05
-    np.testing.assert_allclose(load_q_function(script, tmp_path / "model")[0](observations), expected, atol=1e-5)
-    q_values = load_q_function(script, tmp_path / "model", bf16=True)[0](observations)
+    np.testing.assert_allclose(load(script, tmp_path / "model").q_values(OBSERVATIONS), expected, atol=1e-5)
+    q_values = load(script, tmp_path / "model", bf16=True).q_values(OBSERVATIONS)
     assert q_values.dtype == np.float32
     assert np.abs(q_values - expected).max() > 1e-4, "computed in float32"
     assert (q_values.view(np.uint32) & 0xFFFF).any(), "the last layer is rounded to bfloat16"
@@ -138,81 +133,70 @@ widths = st.tuples(st.tuples(*[st.integers(1, 6)] * 3), st.integers(1, 6))
 
 @given(st.sampled_from(list(WIDTHS)), widths, st.integers(1, 18))
 @settings(max_examples=30)
-def test_conversion_has_an_inverse(architecture, widths, num_actions):
+def test_conversion_has_an_inverse(architecture: str, widths: tuple, num_actions: int) -> None:
     """Networks of any width come back with the same bits in the same order."""
-    weights = random_weights(architecture, num_actions, widths=widths)
+    weights = random_weights(architecture, num_actions, widths)
     back = flax_to_torch(torch_to_flax(weights))
     assert list(back) == list(weights)
-    for key, value in weights.items():
-        np.testing.assert_array_equal(back[key], value)
+    assert all(np.array_equal(back[key], weights[key]) for key in weights)
 
 
-def test_embedded_teachers_are_one():
+def test_embedded_teachers_are_one() -> None:
     """Both demos have the same teacher, in the format of their script, and the DQN scripts have its layers."""
-    weights = []
-    for script, name in ((qdagger, "dqn_atari"), (qdagger_jax, "dqn_atari_jax")):
-        path = find_model(str(ROOT / "teachers" / f"PongNoFrameskip-v4-{name}-seed1"), name)
-        assert script.load_model(path, 6, 1.0)
-        arrays, _ = convert(read_arrays(path), "torch")
-        weights.append(arrays)
-    assert weights[0].keys() == weights[1].keys()
-    assert all(np.array_equal(weights[0][key], weights[1][key]) for key in weights[0])
-    dqn_atari.QNetwork(6).load_state_dict({key: torch.from_numpy(value) for key, value in weights[0].items()})
-    params = jax.eval_shape(dqn_atari_jax.QNetwork(6).init, jax.random.PRNGKey(0), np.zeros((1, 4, 84, 84), np.uint8))
-    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, flax_params(weights[0]))
+    pong = ROOT / "teachers" / "PongNoFrameskip-v4"
+    teacher = load(qdagger, find_model(f"{pong}-dqn_atari-seed1", "dqn_atari"))
+    jax_teacher = load(qdagger_jax, find_model(f"{pong}-dqn_atari_jax-seed1", "dqn_atari_jax"))
+    params = flax_params({name: value.numpy() for name, value in teacher.network.state_dict().items()})
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, jax_teacher.params))
+    dqn_atari.QNetwork(6).load_state_dict(teacher.network.state_dict())
+    shapes = jax.eval_shape(dqn_atari_jax.QNetwork(6).init, jax.random.PRNGKey(0), OBSERVATIONS)
+    assert jax.tree.map(np.shape, shapes) == jax.tree.map(np.shape, params)
 
 
-def quantiles(number):
-    """Return the last layer of a QR-DQN."""
-    return {f"quantile_net.quantile_net.0.{part}": np.zeros(number) for part in ("weight", "bias")}
-
-
-def formats(weights):
+def formats(weights: Weights) -> list[bytes]:
     """Return the same weights in every format that is read."""
     params = flax_params(weights)
-    flags = {"env_id": "PongNoFrameskip-v4", "seed": 1, "track": False, "tag": None}
     float64 = {key: value.astype(np.float64) for key, value in weights.items()}
-    files = {
-        "torch": torch_bytes(weights),
-        "flax": flax_bytes(params),
-        "flax, [flags, params]": flax.serialization.to_bytes([flags, params]),
-        "torch, float64": torch_bytes(float64),
-        "DataParallel of torch.compile": torch_bytes({f"module._orig_mod.{key}": x for key, x in weights.items()}),
-        "torch.compile of a part": torch_bytes(
-            {key.replace("network.", "network._orig_mod."): x for key, x in weights.items()}
-        ),
-        "flax, float64": flax_bytes(flax_params(float64)),
-    }
+    compiled_part = {key.replace("network.", "network._orig_mod."): x for key, x in weights.items()}
+    files = [torch_bytes(weights), torch_bytes(float64), flax_bytes(params), flax_bytes(flax_params(float64))]
+    files += [
+        flax.serialization.to_bytes([{"seed": 1, "track": False, "tag": None}, params]),
+        torch_bytes(compiled_part),
+    ]
+    files += [torch_bytes({f"module._orig_mod.{key}": x for key, x in weights.items()})]  # torch.compile, DataParallel
     if "network.9.bias" in weights:  # the layers of a CnnPolicy
-        in_part = {key.replace("q_net.", "q_net._orig_mod.", 1): x for key, x in sb3_names(weights).items()}
-        files |= {"stable-baselines3": sb3_zip(weights), "stable-baselines3, compiled in part": sb3_zip(in_part)}
+        compiled_part = {key.replace("q_net.", "q_net._orig_mod.", 1): x for key, x in sb3_names(weights).items()}
+        files += [sb3_zip(weights), sb3_zip(compiled_part)]
     return files
 
 
 @pytest.mark.parametrize("architecture", WIDTHS)
-def test_every_format_is_read(architecture, tmp_path):
+def test_every_format_is_read(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both scripts have the same float32 weights; JAX's reads PyTorch's files without PyTorch."""
     weights = random_weights(architecture)
     params = torch_to_flax(weights)
-    path = tmp_path / "any name"
-    student = architecture == "impala"
-    for data in formats(weights).values():
-        path.write_bytes(data)
-        network, _ = qdagger.load_model(path, 6, 0.5)
-        assert type(network) is (qdagger.QNetwork if student else qdagger.TeacherNetwork)
-        assert {value.dtype for value in network.parameters()} == {torch.float32}
-        assert all(np.array_equal(value, weights[key]) for key, value in network.state_dict().items())
-        network, variables, _ = qdagger_jax.load_model(path, 6, 0.5)
-        assert type(network) is (qdagger_jax.QNetwork if student else qdagger_jax.TeacherNetwork)
-        assert all(np.array_equal(value, params[key]) for key, value in flatten_dict(variables, sep="/").items())
+    network = "QNetwork" if architecture == "impala" else "TeacherNetwork"
+    for data in formats(weights):
+        (tmp_path / "any name").write_bytes(data)
+        teacher = load(qdagger, tmp_path / "any name", temperature=0.5)
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "torch", None)
+            jax_teacher = load(qdagger_jax, tmp_path / "any name", temperature=0.5)
+        assert type(teacher.network).__name__ == type(jax_teacher.network).__name__ == network
+        assert teacher.action_temperature == jax_teacher.action_temperature == 0
+        assert {value.dtype for value in teacher.network.parameters()} == {torch.float32}
+        assert all(np.array_equal(value, weights[key]) for key, value in teacher.network.state_dict().items())
+        assert all(np.array_equal(x, params[key]) for key, x in flatten_dict(jax_teacher.params, sep="/").items())
 
 
-def test_network_of_more_layers():
+def test_network_of_more_layers() -> None:
     """It does not replace the one that has exactly the layers of the file."""
     larger = WEIGHTS | {"value.bias": BIAS}
     assert models.matching_network(WEIGHTS, {"larger": larger, "equal": WEIGHTS}) == "equal"
 
 
-def test_agent_of_ppo(tmp_path):
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_agent_of_ppo(script: Any, tmp_path: Path) -> None:
     """CleanRL's PPO with its critic is read as a policy, from ``agent.state_dict()`` and from the same in flax."""
     agent = {key.replace("network.9", "actor"): value for key, value in WEIGHTS.items()}
     agent |= {"critic.weight": np.ones((1, 512), np.float32), "critic.bias": np.ones(1, np.float32)}
@@ -221,92 +205,75 @@ def test_agent_of_ppo(tmp_path):
     params |= {"actor": params.pop("Dense_1"), "critic": critic}
     for data in (torch_bytes(agent), flax_bytes({"params": params})):
         (tmp_path / "agent").write_bytes(data)
-        network, temperature = qdagger.load_model(tmp_path / "agent", 6, 0.5)
-        assert temperature == 0.5
-        np.testing.assert_array_equal(network.network[9].bias.detach(), 0.5 * BIAS)
-        _, params, temperature = qdagger_jax.load_model(tmp_path / "agent", 6, 0.5)
-        assert temperature == 0.5
-        np.testing.assert_array_equal(params["params"]["Dense_1"]["bias"], 0.5 * BIAS)
+        teacher = load(script, tmp_path / "agent", temperature=0.5)
+        expected = 0.5 * reference_q_values("nature", WEIGHTS)
+        assert teacher.action_temperature == 0.5
+        np.testing.assert_allclose(teacher.q_values(OBSERVATIONS), expected, atol=1e-5)
 
 
 # ==================== the network of a changed script ====================
 
 
-class Dueling(torch.nn.Module):
-    """A dueling network with normalisations and without some biases: uint8 (B, 4, 84, 84) → float32 (B, A)."""
+class OwnNetwork(torch.nn.Module):
+    """A network with normalisations and without some biases: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
 
-    def __init__(self, num_actions):
+    def __init__(self, num_actions: int):
         super().__init__()
         self.body = torch.nn.Sequential(
             torch.nn.Conv2d(4, 4, 8, stride=8, bias=False), torch.nn.BatchNorm2d(4), torch.nn.ReLU(),
-            torch.nn.Flatten(), torch.nn.LayerNorm(400),
+            torch.nn.Flatten(), torch.nn.LayerNorm(400), torch.nn.Linear(400, num_actions),
         )  # fmt: skip
-        self.value = torch.nn.Linear(400, 1)
-        self.advantage = torch.nn.Linear(400, num_actions)
         self.scale = torch.tensor(255.0)  # not in the state dict
 
-    def forward(self, x):
-        hidden = self.body(x / self.scale)
-        advantage = self.advantage(hidden)
-        return (self.value(hidden) + advantage - advantage.mean(dim=1, keepdim=True)).float()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x / self.scale).float()
 
 
-class FlaxDueling(nn.Module):
+class OwnFlaxNetwork(nn.Module):
     """The same in flax, without a running average."""
 
     num_actions: int
     dtype: Any = None
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = nn.Conv(4, (8, 8), 8, padding="VALID", use_bias=False)(x.transpose(0, 2, 3, 1) / 255.0)
-        hidden = nn.LayerNorm()(nn.relu(x).reshape(len(x), -1))
-        advantage = nn.Dense(self.num_actions, name="advantage")(hidden)
-        return nn.Dense(1, name="value")(hidden) + advantage - advantage.mean(axis=1, keepdims=True)
+        return nn.Dense(self.num_actions, name="head")(nn.LayerNorm()(nn.relu(x).reshape(len(x), -1)))
 
 
-def save_own_network(script, path, num_actions):
-    """Save the script's own network with random weights; return its Q-function."""
-    network = script.QNetwork(num_actions)
-    if script is qdagger_jax:
-        params = script.init_params(network, jax.random.PRNGKey(3))
-        script.save_model(params, path)
-        return lambda observations: jax.jit(network.apply)(params, observations)
-    script.save_model(network, path)
-    return torch.no_grad()(lambda observations: network(torch.from_numpy(observations)).numpy())
-
-
-def test_own_network(tmp_path, monkeypatch):
+def test_own_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is read as it is by the script, beside those of published agents, and refused by the other script."""
-    for script, network in zip(SCRIPTS, (Dueling, FlaxDueling), strict=True):
+    for script, network in zip(SCRIPTS, (OwnNetwork, OwnFlaxNetwork), strict=True):
         monkeypatch.setattr(script, "QNetwork", network)
-    observations = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
+    (tmp_path / "published").write_bytes(torch_bytes(WEIGHTS))
     for script, other in (SCRIPTS, SCRIPTS[::-1]):
-        expected = save_own_network(script, tmp_path / "own", 6)(observations)
+        student = script.Student(script.Args(), 6, cpu(script))
+        student.save(tmp_path / "own")
+        expected = student.q_values(OBSERVATIONS)
         assert np.ptp(expected) > 0.01
-        network, *_, temperature = script.load_model(tmp_path / "own", 6, 0.1)
-        assert type(network) is script.QNetwork
-        assert temperature == 0
-        np.testing.assert_allclose(load_q_function(script, tmp_path / "own")[0](observations), expected, atol=1e-5)
+        teacher = load(script, tmp_path / "own", temperature=0.1)
+        assert type(teacher.network) is script.QNetwork
+        assert teacher.action_temperature == 0
+        np.testing.assert_allclose(teacher.q_values(OBSERVATIONS), expected, atol=1e-5)
         with pytest.raises(UserError, match="its layers are not those of"):
-            other.load_model(tmp_path / "own", 6, 0.1)
-        (tmp_path / "published").write_bytes(torch_bytes(WEIGHTS))
-        assert type(script.load_model(tmp_path / "published", 6, 0.1)[0]) is script.TeacherNetwork
+            load(other, tmp_path / "own")
+        assert type(load(script, tmp_path / "published").network) is script.TeacherNetwork
 
 
 @pytest.mark.posix
-def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
+@pytest.mark.usefixtures("no_evaluations")
+def test_own_network_trains_and_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in bfloat16, from a directory of any name. A file that torch.compile has wrapped is the same model."""
-    monkeypatch.setattr(qdagger, "QNetwork", Dueling)
+    monkeypatch.setattr(qdagger, "QNetwork", OwnNetwork)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.chdir(tmp_path)
-    state = {f"_orig_mod.{name}": array for name, array in Dueling(NUM_ACTIONS).state_dict().items()}
+    state = {f"_orig_mod.{name}": array for name, array in OwnNetwork(NUM_ACTIONS).state_dict().items()}
     directory = tmp_path / "two\nlines, not UTF-8: \udcff"
     directory.mkdir()
     (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(state))
     qdagger.main(tiny(directory))
     (student,) = Path("runs").glob("*/*-offline-4.cleanrl_model")
-    assert type(qdagger.load_model(student, NUM_ACTIONS, 0.1)[0]) is Dueling
+    assert type(load(qdagger, student, NUM_ACTIONS).network) is OwnNetwork
 
 
 # ==================== files that cannot be used ====================
@@ -315,82 +282,52 @@ def test_own_network_trains_and_teaches(tmp_path, no_evaluations, monkeypatch):
 class Hostile:
     """Calls a function when it is unpickled."""
 
-    def __init__(self, *call):
+    def __init__(self, *call: Any):
         self.call = call
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return self.call[0], self.call[1:]
 
 
-def read_error(path, data, script=qdagger):
-    """Write a file that the script refuses, and return the error."""
-    path.write_bytes(data)
-    with pytest.raises(UserError) as caught:
-        script.load_model(path, 6, 1.0)
-    return str(caught.value)
+def check_unusable(folder: Path, data: bytes, *messages: str, name: str = "dqn_atari.cleanrl_model") -> str:
+    """Check that both scripts refuse a file in one printable line: PyTorch's with the first message, JAX's the last.
 
-
-def check_unusable(folder, data, *messages):
-    """Both scripts refuse the file in one printable line: PyTorch's with the first message, JAX's with the last.
-
-    JAX has a small student, whose shapes it knows sooner.
+    JAX has a small student, whose shapes it knows sooner. The line is returned.
     """
-    path = folder / "dqn_atari.cleanrl_model"
+    path = folder / name
+    path.write_bytes(data)
     for script, message in zip(SCRIPTS, (messages[0], messages[-1]), strict=True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(qdagger_jax, "QNetwork", SmallFlaxNetwork)
-            text = read_error(path, data, script)
+            with pytest.raises(UserError) as caught:
+                load(script, path)
+        text = str(caught.value)
         assert text.startswith(f"{path.as_posix()!r} is not a usable model: ")
         assert message in text
         assert text.isprintable()
         assert len(text) < 500 + len(str(path))
-        assert "weights_only=False" not in text
+    return text
 
 
-WEIGHTS = random_weights("nature")
-BIAS = WEIGHTS["network.9.bias"]
-SMALL = random_weights("nature", widths=((1, 2, 1), 1))
-
-
-def changed(**arrays):
+def changed(**arrays: Any) -> dict[str, Any]:
     """Return WEIGHTS with other arrays; a name is layer_weight or layer_bias, and None removes one."""
     arrays = {f"network.{name.strip('_').replace('_', '.')}": value for name, value in arrays.items()}
     return {key: value for key, value in (WEIGHTS | arrays).items() if value is not None}
 
 
-def c51_weights(num_actions):
-    """Return the weights of a C51 with 51 atoms."""
-    return random_weights("nature", 51 * num_actions) | {"atoms": np.linspace(-10, 10, 51, dtype=np.float32)}
-
-
+C51 = random_weights("nature", 51 * 18) | {"atoms": np.linspace(-10, 10, 51, dtype=np.float32)}
 # The contents of a state dict, and the message of each script: JAX's has the names of flax.
 TORCH_STATES = {
-    "a missing key": (
-        changed(_7_bias=None),
-        "it lacks [('network.7.bias', (512,))] and has []",
-        "lacks [('params/Dense_0/bias'",
-    ),
+    "a missing key": (changed(_7_bias=None), "lacks [('network.7.bias', (512,))] and has []", "'params/Dense_0/bias'"),
     "a layer too many": (changed(_11_weight=np.eye(6), _11_bias=BIAS), "it lacks [] and has [('network.11."),
     "control codes": (WEIGHTS | {"evil\x1b[31m\nx.y": BIAS}, "and has [('evil\\x1b[31m\\nx.y', (6,))]"),
-    "one channel": (
-        changed(_0_weight=np.zeros((32, 1, 8, 8))),
-        "has [('network.0.weight', (32, 1, 8, 8))]",
-        "(8, 8, 1, 32)",
-    ),
+    "one channel": (changed(_0_weight=np.zeros((32, 1, 8, 8))), "network.0.weight', (32, 1, 8, 8))]", "(8, 8, 1, 32)"),
+    "two frames": (changed(_7_weight=np.zeros((512, 1024))), "('network.7.weight', (512, 1024))]", "cannot reshape"),
     "weights of no dimension": (changed(_7_weight=np.array(0.5)), "has [('network.7.weight', ())]", "kernel', ())]"),
     "a bias of no dimension": (changed(_7_bias=np.array(0.5)), "and has [('network.7.bias', ())]", "bias', ())]"),
-    "another game": (random_weights("nature", 4), "it has 4 actions, and this game has 6; "),
-    "a student": (
-        random_weights("impala", 18),
-        "it has 18 actions, and this game has 6; ",
-        "it lacks [('params/Conv_0/",
-    ),
-    "a C51 of another game": (c51_weights(18), "it has 18 actions, and this game has 6; "),
-    "one quantile": (
-        changed(_9_weight=WEIGHTS["network.9.weight"][:1]),
-        "of TeacherNetwork: it lacks [('network.9.w",
-        "",
-    ),
+    "a student": (random_weights("impala", 18), "it has 18 actions, and this game has 6; ", "lacks [('params/Conv_0/"),
+    "a C51 of another game": (C51, "it has 18 actions, and this game has 6; "),
+    "one quantile": (changed(_9_weight=WEIGHTS["network.9.weight"][:1]), "Network: it lacks [('network.9.w", ""),
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values", "holds NaN or infinite"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
@@ -398,12 +335,12 @@ TORCH_STATES = {
 
 
 @pytest.mark.parametrize("case", TORCH_STATES)
-def test_torch_file_of_another_network(case, tmp_path):
+def test_torch_file_of_another_network(case: str, tmp_path: Path) -> None:
     state, *messages = TORCH_STATES[case]
     check_unusable(tmp_path, torch_bytes(state), *messages)
 
 
-def test_flax_file_of_another_network(tmp_path):
+def test_flax_file_of_another_network(tmp_path: Path) -> None:
     params = flax_params(WEIGHTS)["params"]
     for changes, *messages in (
         ({"kernel": np.zeros((3135, 512))}, "cannot reshape array", "has [('params/Dense_0/kernel', (3135, 512))]"),
@@ -417,11 +354,12 @@ def test_flax_file_of_another_network(tmp_path):
         check_unusable(tmp_path, data, *messages)
 
 
-def ext_array(shape, dtype, data):
+def ext_array(shape: Any, dtype: Any, data: bytes) -> msgpack.ExtType:
+    """Return an array as flax encodes it in msgpack."""
     return msgpack.ExtType(1, msgpack.packb((shape, dtype, data)))
 
 
-def test_foreign_file(tmp_path):
+def test_foreign_file(tmp_path: Path) -> None:
     arrays = ((3,), "float32"), ((10**9,), "float32"), ((1,), "elephant"), ((1,), "O")
     files = [msgpack.packb({"a": ext_array(*array, b"12345678")}) for array in arrays]
     files += [torch_bytes(WEIGHTS, _use_new_zipfile_serialization=False)]  # PyTorch's format before 1.6
@@ -435,15 +373,15 @@ def test_foreign_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["convert", "as_float32", "rename_sb3", "matching_network", "choose_model"])
-def test_a_bug_keeps_its_traceback(name, tmp_path, monkeypatch):
+def test_a_bug_keeps_its_traceback(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line is for what a user can put right."""
     monkeypatch.setattr(models, name, lambda: "a function of other arguments")
     (tmp_path / "dqn_atari.zip").write_bytes(sb3_zip(WEIGHTS | {"value_net.bias": BIAS}))
     with pytest.raises(TypeError):
-        qdagger.load_model(find_model(str(tmp_path), "dqn_atari"), 6, 1.0)
+        load(qdagger, find_model(str(tmp_path), "dqn_atari"))
 
 
-def test_policies_of_another_network(tmp_path):
+def test_policies_of_another_network(tmp_path: Path) -> None:
     """An agent of stable-baselines3 that is recurrent, of other layers, for another game or with other observations.
 
     The one requirement that it does not meet is named, with the remedy, and no script that it does not come from.
@@ -451,40 +389,33 @@ def test_policies_of_another_network(tmp_path):
     for name in ("lstm_actor.weight_ih_l0", "mlp_extractor.policy_net.0.bias", "log_std"):
         message = f"its layers are not those of TeacherNetwork: it lacks [] and has [({name!r}, (6,))]; "
         check_unusable(tmp_path, sb3_zip(WEIGHTS | {"action_net.bias": BIAS, name: BIAS}), message)
-    one_frame = "its observations have the shape [1, 84, 84] instead of four frames of 84×84; "
-    one_frame += "train it with make_atari_env and VecFrameStack(env, n_stack=4); "
-    for changes, message in (
-        ({"shape": (1, 84, 84)}, one_frame),
-        ({"shape": (4, 88, 88)}, "its observations have the shape [4, 88, 88] instead of four frames of 84×84; "),
-        ({"normalize_images": False}, "it was trained with normalize_images=False; train it with the default, True; "),
-        ({"num_actions": 10**30}, "its actions are not those of an Atari game; "),
+    four_frames = "instead of four frames of 84×84; train it with make_atari_env and VecFrameStack(env, n_stack=4); "
+    for data, message in (
+        (sb3_zip(WEIGHTS, shape=(1, 84, 84)), f"its observations have the shape [1, 84, 84] {four_frames}"),
+        (sb3_zip(WEIGHTS, shape=(4, 88, 88)), f"its observations have the shape [4, 88, 88] {four_frames}"),
+        (sb3_zip(WEIGHTS, normalize_images=False), "normalize_images=False; train it with the default, True; "),
+        (sb3_zip(WEIGHTS, num_actions=10**30), "its actions are not those of an Atari game; "),
+        (sb3_zip(random_weights("nature", 18)), "it has 18 actions, and this game has 6; "),
+        (sb3_zip({"quantile_net.quantile_net.0.bias": np.zeros(301)}), "cannot reshape array of size 301"),
+        (sb3_zip({"quantile_net.quantile_net.0.bias": "text"}), "is str, not floating-point numbers"),
     ):
-        check_unusable(tmp_path, sb3_zip(WEIGHTS, **changes), message)
-    for state, *messages in (
-        (random_weights("nature", 18), "it has 18 actions, and this game has 6; "),
-        (changed(_0_weight=np.zeros((32, 3, 8, 8))), "has [('network.0.weight', (32, 3, 8, 8))]", "(8, 8, 3, 32)"),
-        (changed(_7_weight=np.zeros((512, 1024))), "has [('network.7.weight', (512, 1024))]", "cannot reshape array"),
-        (quantiles(301), "cannot reshape array of size 301"),
-        ({"quantile_net.quantile_net.0.bias": "text"}, "is str, not floating-point numbers"),
-    ):
-        check_unusable(tmp_path, sb3_zip(state), *messages)
-    own = "a network of your own is read by the script that saved it (enjoy: --script)"
-    assert own in read_error(tmp_path / "agent.cleanrl_model", sb3_zip(WEIGHTS, shape=[]))
-    assert "the script that saved it" not in read_error(tmp_path / "agent.zip", sb3_zip(WEIGHTS, shape=[]))
+        check_unusable(tmp_path, data, message)
+    wrong = sb3_zip(WEIGHTS, shape=())
+    check_unusable(tmp_path, wrong, "a network of your own is read by the script that saved it (enjoy: --script)")
+    assert "the script that saved it" not in check_unusable(tmp_path, wrong, "", name="agent.zip")
 
 
-def test_zip_archives(tmp_path):
+def test_zip_archives(tmp_path: Path) -> None:
     """Damaged, nested and hostile ones are refused."""
     data = torch_bytes(SMALL)
-    foreign = "neither stable-baselines3 nor a state dict"
     many = torch.zeros(1000)
     rebuild = torch._utils._rebuild_tensor_v2
     storage = many._typed_storage()
     for content, *messages in (
         (b"PK\x03\x04" + bytes(50), "File is not a zip file"),
         (data[:-29] + data[-21:], ""),
-        (zip_bytes({"data": b"{}"}), foreign),
-        (sb3_zip(sb3_zip(SMALL)), foreign),
+        (zip_bytes({"data": b"{}"}), "neither stable-baselines3 nor a state dict"),
+        (sb3_zip(sb3_zip(SMALL)), "neither stable-baselines3 nor a state dict"),
         (sb3_zip(data[:-9]), ""),
         (sb3_zip({"x.weight": Hostile(bytearray, 9)}), "bytearray'; save a state_dict"),
         (torch_bytes({str(i): many[i : i + 1] for i in range(100)}), "and has [('0', (1,)), ('1', (1,))]"),
@@ -495,39 +426,38 @@ def test_zip_archives(tmp_path):
         check_unusable(tmp_path, content, *messages)
 
 
-def test_truncated_file(tmp_path):
-    for data in formats(WEIGHTS).values():
+def test_truncated_file(tmp_path: Path) -> None:
+    for data in formats(WEIGHTS):
         for kept in (0.999, 0.5, 0.0001):
             check_unusable(tmp_path, data[: int(kept * len(data))], "")
 
 
-def test_code_does_not_run(tmp_path):
+def test_code_does_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "code was run"
     state = {"network.0.weight": Hostile(os.mkdir, str(marker))}
-    data = torch_bytes(state)
-    for content in (data, sb3_zip(state)):
+    for content in (torch_bytes(state), sb3_zip(state)):
         check_unusable(tmp_path, content, ".mkdir'; save a state_dict")
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         check_unusable(tmp_path, pickle.dumps(state, protocol), "")
     assert not marker.exists()
-    torch.load(io.BytesIO(data), weights_only=False)
+    torch.load(io.BytesIO(torch_bytes(state)), weights_only=False)
     assert marker.exists(), "the file has no code"
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @given(st.data())
 @settings(max_examples=120)
-def test_damaged_files(tmp_path_factory, data):
-    """Whatever bytes change, reading gives finite float32 arrays or one line."""
-    content = bytearray(data.draw(st.sampled_from([*formats(SMALL).values()])))
+def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Whatever bytes change, reading gives finite arrays or one line."""
+    content = bytearray(data.draw(st.sampled_from(formats(SMALL))))
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(content) - 1))
         content[place : place + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
     path = tmp_path_factory.getbasetemp() / "file"
     path.write_bytes(content)
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(ValueError):
         for array in read_arrays(path).values():
-            assert array.dtype == np.float32
+            assert array.dtype in (np.float32, np.int32, np.int64)
             assert np.isfinite(array).all()
     check_unusable(path.parent, bytes(content), "")
 
@@ -542,23 +472,14 @@ trees = st.recursive(leaves | arrays, lambda x: st.dictionaries(names, x, max_si
 
 @given(st.dictionaries(names, trees, max_size=4))
 @settings(max_examples=100)
-def test_any_msgpack(tmp_path_factory, tree):
+def test_any_msgpack(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
     check_unusable(tmp_path_factory.getbasetemp(), msgpack.packb(tree), "")
-
-
-def test_torch_files_without_torch(tmp_path, monkeypatch):
-    for data in (torch_bytes(WEIGHTS), sb3_zip(WEIGHTS | {"action_net.bias": BIAS})):
-        (tmp_path / "model").write_bytes(data)
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, "torch", None)
-            arrays, _ = convert(read_arrays(tmp_path / "model"), "torch")
-            assert all(np.array_equal(arrays[key], value) for key, value in WEIGHTS.items())
 
 
 # ==================== directories and repositories ====================
 
 
-def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
+def test_a_path_wins_over_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its name has an "@". test_hub.py has downloads."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -572,7 +493,7 @@ def test_a_path_wins_over_a_repository(tmp_path, monkeypatch):
             assert find_model(repo, "dqn_atari").samefile(file)
 
 
-def test_a_path_without_its_suffix(tmp_path):
+def test_a_path_without_its_suffix(tmp_path: Path) -> None:
     """stable-baselines3's functions take one, too. A directory of this name wins."""
     for suffix in (".cleanrl_model", ".zip", "/dqn_atari.zip"):
         file = Path(f"{tmp_path / 'ppo_breakout'}{suffix}")
@@ -581,11 +502,11 @@ def test_a_path_without_its_suffix(tmp_path):
         assert find_model(str(tmp_path / "ppo_breakout"), "dqn_atari") == file
 
 
-def test_models_alone():
+def test_models_alone() -> None:
     """A program may import only this helper: huggingface_hub imports its own modules when they are needed."""
     program = "from cleanrl_utils.models import find_model; print(find_model('.', 'dqn_atari').name)"
     folder = ROOT / "teachers/PongNoFrameskip-v4-dqn_atari-seed1"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
     found = subprocess.check_output([sys.executable, "-c", program], cwd=folder, env=environ, text=True)
     assert found.strip() == "dqn_atari.cleanrl_model"
 
@@ -604,7 +525,7 @@ def test_models_alone():
         ("train_eval_metrics.zip x.txt", "dqn_atari", "or dqn_atari.zip$"),
     ],
 )
-def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
+def test_the_model_of_a_directory(files: str, exp_name: str, found: str, tmp_path: Path) -> None:
     """The default name need not exist; of several models one is named. A pipe is not a model."""
     os.mkfifo(tmp_path / "dqn_atari_jax.zip")
     for name in files.split():
@@ -617,7 +538,7 @@ def test_the_model_of_a_directory(files, exp_name, found, tmp_path):
 
 
 @pytest.mark.posix
-def test_path_without_a_model(tmp_path, monkeypatch):
+def test_path_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     os.mkfifo(tmp_path / "pipe")
     for repo in (str(tmp_path), "~", "~/pipe"):
@@ -625,7 +546,7 @@ def test_path_without_a_model(tmp_path, monkeypatch):
             find_model(repo, "dqn_atari")
 
 
-def test_run_that_has_not_ended(tmp_path):
+def test_run_that_has_not_ended(tmp_path: Path) -> None:
     """The command that continues it makes its model; the models that it has saved are named."""
     run_dir = tmp_path / "PongNoFrameskip-v4__dqn_atari_jax__1__1700000000"
     (run_dir / "checkpoint").mkdir(parents=True)
