@@ -75,13 +75,6 @@ AGENTS = {
 def cpu(script: Any, bf16: bool = False) -> Any:
     """Return the CPU as the hardware of a script."""
     if "bf16" in script.Hardware._fields:
-        return script.Hardware(torch.device("cpu"), bf16, torch.channels_last)
-    return script.Hardware(jax.devices("cpu")[0], jnp.bfloat16 if bf16 else jnp.float32)
-
-
-def cpu(script: Any, bf16: bool = False) -> Any:
-    """Return the CPU as the hardware of a script."""
-    if "bf16" in script.Hardware._fields:
         return script.Hardware(torch.device("cpu"), bf16, torch.channels_last, False)
     return script.Hardware(jax.devices("cpu")[0], jnp.bfloat16 if bf16 else jnp.float32)
 
