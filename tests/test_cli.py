@@ -431,39 +431,7 @@ def test_default_teacher(script: Any, name: str, run: Callable, monkeypatch: pyt
         run(script, script.Args(env_id="ALE/Pong-v5", num_envs=1, seed=3, buffer_size=1000, teacher_steps=1000))
 
 
-# ==================== parts of a run ====================
-
-
-class Terminal(io.StringIO):
-    """A terminal as standard error."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("start", [0, 4])
-def test_progress(start: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """It counts updates or environment steps, of which the last call makes fewer, also in a resumed run.
-
-    A terminal shows a bar, and a log file lines.
-    """
-    expected = [0, 4][start // 4 :]
-    for stderr in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        run = Run(tiny())
-        done = []
-        for step in run.steps("offline", "update", range(start, 5, 4)):
-            run.show(f"return {step}")
-            done.append(step)
-        assert done == expected
-        shown = re.split(r"[\r\n]+", stderr.getvalue().strip())[-1]
-        printed = capsys.readouterr().out
-        if stderr.isatty():
-            assert re.match(r"offline: 100%.* 5/5 .*return 4", shown), shown
-            assert printed == ""
-        else:
-            assert shown == ""
-            assert re.fullmatch(r"offline: 5 of 5 updates, [\d.]+ updates/s, return 4\n", printed), printed
+# ==================== flags and results ====================
 
 
 sizes = st.integers(1, 200)
