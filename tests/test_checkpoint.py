@@ -19,7 +19,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import only
+from helpers import cpu, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -253,7 +253,7 @@ def test_no_code_is_run(two: Path, small_networks: None, tmp_path: Path) -> None
         resumed(two)
     torch.save([{"weight": Touch(trap)}, {}, {}, torch.zeros(1)], zipped := io.BytesIO())
     scripts = (qdagger, qdagger_jax)
-    students = [script.Student(script.Args(), 4, script.choose_hardware(script.Args())) for script in scripts]
+    students = [script.Student(script.Args(), 4, cpu(script)) for script in scripts]
     for data in (zipped.getvalue(), pickle.dumps(Touch(trap), protocol=2)):
         for part in [*students, np.random.default_rng(), qdagger.Progress()]:
             with pytest.raises(Exception):  # noqa: B017, PT011  each library has its own

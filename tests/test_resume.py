@@ -26,12 +26,14 @@ import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from ale_py.vector_env import AtariVectorEnv
 from helpers import (
+    AGENTS,
     NETWORKS,
     NUM_ACTIONS,
     REPO,
     STUDENT,
     TIMED_TAGS,
     Scalars,
+    cpu,
     only,
     read_scalars,
     tiny,
@@ -52,8 +54,6 @@ KILL = getattr(signal, "SIGKILL", 9)
 USR1 = getattr(signal, "SIGUSR1", signal.SIGTERM)
 
 QDAGGER = (qdagger, qdagger_jax)
-LEARNERS = {qdagger: qdagger.Student, qdagger_jax: qdagger_jax.Student}
-LEARNERS |= {dqn_atari: dqn_atari.Agent, dqn_atari_jax: dqn_atari_jax.Agent}
 SCRIPTS = pytest.mark.parametrize("script", list(NETWORKS), ids=lambda script: script.__name__)
 SMALL = {"teacher_steps": 40, "offline_steps": 100, "offline_eval_frequency": 50, "total_timesteps": 300}
 SMALL |= {"train_frequency": 16, "batch_size": 2, "target_network_frequency": 30, "warmup_updates": 120}
@@ -343,10 +343,9 @@ def test_first_checkpoint_comes_before_the_first_phase(
 # ==================== state ====================
 
 
-def test_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer() -> None:
     """A restored optimizer has the saved state, in the memory layout of its parameters, and settings of its own."""
-    hardware = qdagger.Hardware(torch.device("cpu"), False, torch.channels_last)
-    saved, restored = (qdagger.Student(qdagger.Args(learning_rate=rate), 4, hardware) for rate in (0.5, 0.01))
+    saved, restored = (qdagger.Student(qdagger.Args(learning_rate=rate), 4, cpu(qdagger)) for rate in (0.5, 0.01))
     restored.optimizer.param_groups[0]["fused"] = False
     for parameter in saved.q_network.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -410,8 +409,7 @@ def poison(script: Any, learner: Any, *names: str) -> None:
 
 @SCRIPTS
 def test_infinite_weights_are_not_saved_as_a_model(script: Any, small_networks: None, tmp_path: Path) -> None:
-    args = script.Args()
-    learner = LEARNERS[script](args, 4, script.choose_hardware(args))
+    learner = AGENTS[script](script.Args(), 4, cpu(script))
     learner.save(tmp_path / "good")
     poison(script, learner, "online")
     with pytest.raises(UserError, match=r"the training diverged to NaN or infinite values; .*--learning-rate"):
@@ -430,7 +428,7 @@ def test_diverged(script: Any, counters: dict, teacher: Path, evaluations: list[
     run_dir = stop(script, args_of(script, teacher), **counters)
     evaluations.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LEARNERS[script], "update_target", lambda learner, tau: poison(script, learner, "target"))
+        patch.setattr(AGENTS[script], "update_target", lambda learner, tau: poison(script, learner, "target"))
         with pytest.raises(UserError, match="diverged"):
             resume(script, run_dir)
     assert not evaluations
