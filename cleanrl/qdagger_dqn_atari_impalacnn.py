@@ -490,7 +490,7 @@ class Student:
         return self.forward(to_device(observation, self.hardware.device)).cpu().numpy()
 
     def update(self, replay: Replay, distill_coefficient: float, learning_rates: Sequence[float]) -> Losses:
-        """Make a gradient step for each learning rate; return the losses of the last one.
+        """Make a gradient step for each learning rate, at least one; return the losses of the last one.
 
         The next call may overwrite the returned losses.
         """

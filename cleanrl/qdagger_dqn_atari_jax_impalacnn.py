@@ -504,7 +504,7 @@ class Student:
         return np.asarray(compute_q_values(self.q_network, self.state.params, observation))
 
     def update(self, replay: Replay, distill_coefficient: float, learning_rates: Sequence[float]) -> Losses:
-        """Make a gradient step for each learning rate; return the losses of the last one."""
+        """Make a gradient step for each learning rate, at least one; return the losses of the last one."""
         sampled = replay.sampled_steps()
         for i in range(0, len(learning_rates), UPDATES_PER_CALL):
             rates = learning_rates[i : i + UPDATES_PER_CALL]

@@ -96,7 +96,7 @@ class AtariEnvs:
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None
 
-    def reset(self, seed: int, stream: str = "online", step: int = 0) -> np.ndarray:
+    def reset(self, seed: int, stream: str, step: int = 0) -> np.ndarray:
         """Start a new episode in every environment.
 
         Args:

@@ -176,9 +176,9 @@ class Run:
         sizes = {"initial": steps.start, "total": steps.stop}
         with tqdm(desc=phase, unit=unit, smoothing=0.05, mininterval=0.5, disable=not is_terminal, **sizes) as bar:
             for step in steps:
-                done = min(step + steps.step, steps.stop)
-                self._steps_made = done - steps.start
+                self._steps_made = step + steps.step - steps.start
                 yield step
+                done = min(step + steps.step, steps.stop)
                 bar.set_postfix_str(self._status, refresh=False)
                 bar.update(done - step)
                 now = time.perf_counter()

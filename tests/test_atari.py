@@ -101,7 +101,7 @@ def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) 
     ended = 0
     over = False
     with closing(AtariEnvs(env_id, 1)) as envs:
-        observation = envs.reset(3)
+        observation = envs.reset(3, "online")
         np.testing.assert_array_equal(observation[0, -1], wrapped.start(envs._envs.info["episode_frame_number"][0]))
         assert not observation[0, :3].any()
         for t in range(steps):
@@ -140,7 +140,7 @@ def test_same_episodes_as_in_the_wrappers(name: str, steps: int, episodes: int) 
 def test_episodes_start_at_different_frames() -> None:
     """Up to 29 no-ops start an episode; the frames before are zeros."""
     with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8)) as envs:
-        observation = envs.reset(1)
+        observation = envs.reset(1, "online")
         frames = envs._envs.info["episode_frame_number"]
     assert (observation.shape, observation.dtype) == ((8, 4, 84, 84), np.uint8)
     assert not observation[:, :3].any()
@@ -154,7 +154,7 @@ def test_returns_and_lengths_add_up(name: str) -> None:
     rng = np.random.default_rng(4)
     total, length = np.zeros((2, 3), int)
     with closing(AtariEnvs(f"{name}NoFrameskip-v4", 3)) as envs:
-        envs.reset(5)
+        envs.reset(5, "online")
         episodes = []
         for _ in range(450):
             step = envs.step(rng.integers(0, envs.num_actions, 3))
@@ -191,7 +191,7 @@ def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions
 def test_fire_is_not_lost_to_sticky_actions() -> None:
     """FIRE serves the ball although each of its four frames may repeat the no-op before."""
     with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8, repeat_action_probability=0.25)) as envs:
-        envs.reset(1)
+        envs.reset(1, "online")
         lost = np.zeros(8, bool)
         for _ in range(60):
             lost |= envs.step(np.full(8, NOOP)).terminated
@@ -240,7 +240,7 @@ def test_streams_have_seeds_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(set(seeds)) == len(seeds) == 16 * len(uses)
         assert min(seeds) > 0
         assert max(seeds) < 2**31
-        envs.reset(1)
+        envs.reset(1, "online")
     assert set(seeds[-16:]) < set(seeds[:-16]), "it is the stream online from step 0"
 
 
@@ -263,7 +263,7 @@ def test_reset_starts_all_over() -> None:
     found = []
     with closing(AtariEnvs("ALE/Breakout-v5", 2)) as envs:
         for _ in range(2):
-            observations = [envs.reset(5).copy()]
+            observations = [envs.reset(5, "online").copy()]
             rng = np.random.default_rng(0)
             resets = 0
             for _ in range(260):
@@ -289,7 +289,7 @@ def test_truncation_at_the_frame_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the cap, here 200 frames or 50 steps, an episode is truncated, not terminated, and the next step resets."""
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
     with closing(AtariEnvs("PongNoFrameskip-v4", 2)) as envs:
-        envs.reset(1)
+        envs.reset(1, "online")
         for t in range(110):
             assert envs.send(np.full(2, NOOP)).tolist() == [FIRE if t % 51 == 0 else NOOP] * 2, f"step {t}"
             step = envs.recv()
@@ -323,7 +323,7 @@ def test_every_rom_has_both_spellings() -> None:
 def test_unusual_games(name: str) -> None:
     """Games with unusual names, modes, sizes of the screen and actions run; the last one has no no-op."""
     with closing(AtariEnvs(f"ALE/{name}-v5", 1)) as envs:
-        envs.reset(1)
+        envs.reset(1, "online")
         for action in (0, envs.num_actions - 1):
             assert envs.step(np.array([action])).observation.shape == (1, 4, 84, 84)
 

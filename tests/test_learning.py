@@ -157,14 +157,14 @@ def tile_networks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("script", [qdagger, qdagger_jax])
 def test_student_comes_to_act_as_its_teacher(script: ModuleType) -> None:
     """At a small temperature, the teacher's small preferences outweigh rewards, by which it is wrong everywhere."""
-    task = Task(script, seed=1)
+    task = Task(script, seed=0)
     assert (task.learn(distill_coefficient=1.0) == task.teacher_action).mean() >= FLOOR
 
 
 @pytest.mark.parametrize("script", TILE_NETWORKS)
 def test_rewards_are_maximised(script: ModuleType) -> None:
     """DQN, and a student at λ = 0, find the actions that lead to the end of each corridor."""
-    task = Task(script, seed=1)
+    task = Task(script, seed=0)
     assert (task.learn(distill_coefficient=0.0) == task.best_action).mean() >= FLOOR
 
 
@@ -174,7 +174,7 @@ def test_updates_use_the_steps_that_can_be_sampled(script: ModuleType) -> None:
 
     The target network begins as a copy of the Q-network: the first update of it changes nothing.
     """
-    task = Task(script, seed=1)
+    task = Task(script, seed=0)
     state = task.learner.dump()
     task.learner.update_target(1.0)
     assert task.learner.dump() == state

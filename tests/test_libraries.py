@@ -55,7 +55,7 @@ def observations() -> np.ndarray:
     """1,000 observations of Pong, uint8 (1000, 4, 84, 84)."""
     envs = AtariEnvs("PongNoFrameskip-v4", 10)
     rng = np.random.default_rng(1)
-    found = [envs.reset(1), *(envs.step(rng.integers(0, A, 10)).observation for _ in range(199))]
+    found = [envs.reset(1, "online"), *(envs.step(rng.integers(0, A, 10)).observation for _ in range(199))]
     envs.close()
     return np.concatenate(found[::2])
 

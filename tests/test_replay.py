@@ -393,7 +393,7 @@ def test_emulated_observations_come_back(script: Any, monkeypatch: pytest.Monkey
     actions = []
     results = []
     with closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs)) as envs:
-        observation = envs.reset(7)
+        observation = envs.reset(7, "online")
         for _ in range(300):
             action = envs.send(rng.integers(0, envs.num_actions, num_envs))
             result = envs.recv()
