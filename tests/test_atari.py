@@ -175,7 +175,7 @@ def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions
     with closing(AtariEnvs(f"{name}NoFrameskip-v4", 2)) as envs:
         assert envs.num_actions == actions
         for seed in (1, 2):
-            envs.reset(seed)
+            envs.reset(seed, "online")
             due = np.full(2, has_fire)
             for _ in range(200):
                 wanted = rng.integers(2, envs.num_actions, 2)
@@ -202,7 +202,7 @@ def trajectory(env_id: str, num_envs: int, seed: int, sticky: float | None = Non
     """Return 51 frames of fixed actions, the same in all environments; uint8 (51, num_envs, 84, 84)."""
     rng = np.random.default_rng(0)
     with closing(AtariEnvs(env_id, num_envs, sticky)) as envs:
-        frames = [envs.reset(seed)[:, -1].copy()]
+        frames = [envs.reset(seed, "online")[:, -1].copy()]
         for _ in range(50):
             action = np.full(num_envs, rng.integers(envs.num_actions))
             frames.append(envs.step(action).observation[:, -1].copy())

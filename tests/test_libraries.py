@@ -109,7 +109,7 @@ def test_outputs(script: Any, saved: SimpleNamespace, observations: np.ndarray) 
     expected = expected.mean(dim=1) if "QR" in saved.name else expected
     for temperature in (0.1, 1.0):
         teacher = script.Teacher(saved.path, A, temperature, cpu(script))
-        assert teacher.temperature == (temperature if saved.is_policy else 0)
+        assert teacher.action_temperature == (temperature if saved.is_policy else 0)
         outputs = torch.tensor(teacher.q_values(few.numpy()))
         found = torch.softmax(outputs / temperature, dim=1) if saved.is_policy else outputs
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if saved.is_policy else 1e-5)
@@ -165,7 +165,7 @@ def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -
     q = np.random.default_rng(2).normal(size=(4, A)).astype(np.float32)
     for temperature in (0.1, 1.0):
         teacher = script.Teacher(path, A, temperature, cpu(script))
-        assert teacher.temperature == (temperature if is_policy else 0)
+        assert teacher.action_temperature == (temperature if is_policy else 0)
         outputs = teacher.q_values(batch["observation"])
         scale = temperature if is_policy else 1.0
         np.testing.assert_allclose(outputs, scale * expected, rtol=0, atol=1e-5)
