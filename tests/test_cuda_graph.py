@@ -89,7 +89,7 @@ def run(script: Any, args: Any, enabled: bool, stop_at: int | None, monkeypatch:
         return call
 
     monkeypatch.setattr(script, "cuda_graph", graph_or_not)
-    monkeypatch.setattr(script, "anneal_distillation", lambda *_: next(coefficients), raising=False)
+    monkeypatch.setattr(script, "distillation_share", lambda *_: next(coefficients), raising=False)
     with pytest.raises(SystemExit) if stop_at else contextlib.nullcontext():
         script.main(args)
     return only(Path("runs").iterdir())

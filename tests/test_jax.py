@@ -252,7 +252,7 @@ def test_updates_are_those_of_torch_adam(
     agent.state = agent.state._replace(params=params, target_params=small_to_jax(target_network))
     if script is qdagger:
         for numbers, coefficient in calls:
-            rates = [jax_script.learning_rate_at(number, coefficient, args) for number in numbers]
+            rates = [jax_script.learning_rate_at(number, coefficient / 2, args) for number in numbers]
             losses = agent.update(replay, coefficient, rates)
             assert agent.state.optimizer_state.hyperparams["learning_rate"] == np.float32(rates[-1])
     else:
@@ -264,7 +264,7 @@ def test_updates_are_those_of_torch_adam(
     assert len({i for _, i in sampled}) >= 3
 
     for (number, coefficient), (_, i) in zip(updates, sampled, strict=True):
-        rate = script.learning_rate_at(number, coefficient, torch_args) if script is qdagger else 1e-3
+        rate = script.learning_rate_at(number, coefficient / 2, torch_args) if script is qdagger else 1e-3
         adam.param_groups[0]["lr"] = rate
         batch = batch_of(script, batches[i])
 

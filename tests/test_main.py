@@ -32,7 +32,7 @@ from cleanrl_utils.run import Run
 LOG_EVERY = 20
 STEPS_PER_SECOND = 1024  # by the recorder's clock; powers of two give exact quotients
 UPDATES_PER_SECOND = 256
-EVERY_SIZE = {"repeat_action_probability": 0.125, "bf16": False, "checkpoint_minutes": 0, "seed": 7, "tau": 0.5}
+EVERY_SIZE = {"repeat_action_probability": 0.125, "bf16": False, "checkpoint_minutes": 60, "seed": 7, "tau": 0.5}
 EVERY_SIZE |= {"start_e": 0.9, "end_e": 0.2, "exploration_fraction": 0.8, "distill_coefficient": 0.75}
 EVERY_SIZE |= {"warmup_updates": 14, "online_learning_rate": 2e-3, "final_learning_rate": 5e-4, "learning_rate": 1e-3}
 EVERY_SIZE |= {"eval_episodes": 4, "teacher_eval_episodes": 2, "temperature": 0.5}
@@ -481,7 +481,10 @@ def test_coefficients_of_updates(run: Recorder) -> None:
             losses = each.losses
             assert losses["loss"] == pytest.approx(losses["td_loss"] + coefficient * losses["distill_loss"], rel=1e-4)
             numbers = range(updates, updates + each.steps)
-            rates = [run.script.learning_rate_at(number, coefficient, run.args) for number in numbers]
+            rates = [
+                run.script.learning_rate_at(number, coefficient / run.args.distill_coefficient, run.args)
+                for number in numbers
+            ]
             assert each.learning_rates == pytest.approx(rates, rel=1e-5)
             updates += each.steps
 

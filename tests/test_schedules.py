@@ -22,13 +22,7 @@ every_qdagger = pytest.mark.parametrize("script", [qdagger, qdagger_jax])
 every_script = pytest.mark.parametrize("script", list(AGENTS))
 returns = st.one_of(st.integers(-(10**6), 10**6), st.floats(-1e6, 1e6))
 ten = st.lists(returns, min_size=10, max_size=10)
-coefficients = st.floats(0, 10)
 rates = st.floats(1e-6, 1e-2)
-
-
-def anneal(script: Any, recent: list[float], teacher: float, random: float, coefficient: float = 1.0) -> float:
-    """Compute λ."""
-    return script.anneal_distillation(recent, teacher, random, coefficient)
 
 
 # ==================== λ ====================
@@ -36,41 +30,38 @@ def anneal(script: Any, recent: list[float], teacher: float, random: float, coef
 
 @every_qdagger
 @settings(max_examples=200)
-@given(st.lists(returns, max_size=9) | ten, returns, returns, coefficients)
-def test_lambda_is_the_formula(
-    script: Any, recent: list[float], teacher: float, random: float, coefficient: float
-) -> None:
-    """λ = distill_coefficient · clip((G_T − G) / (G_T − G_random), 0, 1), where G is the mean of 10 episodes.
+@given(st.lists(returns, max_size=9) | ten, returns, returns)
+def test_share_of_lambda_is_the_formula(script: Any, recent: list[float], teacher: float, random: float) -> None:
+    """It is clip((G_T − G) / (G_T − G_random), 0, 1), where G is the mean of 10 episodes.
 
-    With fewer than 10 it is the coefficient. Where the divisor is hardly more than rounding, only the bounds are known.
+    With fewer than 10 it is 1. Where the divisor is hardly more than rounding, only the bounds are known.
     """
-    found = anneal(script, recent, teacher, random, coefficient)
-    assert 0 <= found <= coefficient
+    found = script.distillation_share(recent, teacher, random)
+    assert 0 <= found <= 1
     if len(recent) < 10:
-        assert found == coefficient
+        assert found == 1
     elif teacher - random >= 1e-3:
         share = (teacher - math.fsum(recent) / 10) / (teacher - random)
-        assert found == pytest.approx(coefficient * min(max(share, 0.0), 1.0), rel=1e-6, abs=1e-5)
+        assert found == pytest.approx(min(max(share, 0.0), 1.0), rel=1e-6, abs=1e-6)
 
 
 @every_qdagger
-def test_lambda_where_returns_are_negative(script: Any) -> None:
+def test_share_of_lambda_where_returns_are_negative(script: Any) -> None:
     """In Pong the paper's 1 − G/G_T would be above 1 or negative."""
-    assert anneal(script, [-21] * 10, 19, -21) == 1
-    assert anneal(script, [-1] * 10, 19, -21) == 0.5
-    assert anneal(script, [-13] * 10, -5, -21, 2.0) == 1.0
-    assert anneal(script, [20] * 10, 19, -21) == 0
-    assert anneal(script, [-21] * 10, 19, -19) == 1  # a student worse than the random policy
+    assert script.distillation_share([-21] * 10, 19, -21) == 1
+    assert script.distillation_share([-1] * 10, 19, -21) == 0.5
+    assert script.distillation_share([20] * 10, 19, -21) == 0
+    assert script.distillation_share([-21] * 10, 19, -19) == 1  # a student worse than the random policy
 
 
 @every_qdagger
-@given(returns, st.floats(0, 1e6), coefficients)
-def test_lambda_with_a_teacher_no_better_than_the_random_policy(
-    script: Any, teacher: float, margin: float, coefficient: float
+@given(returns, st.floats(0, 1e6))
+def test_share_of_lambda_with_a_teacher_no_better_than_the_random_policy(
+    script: Any, teacher: float, margin: float
 ) -> None:
     """It is a step function of the student's return."""
-    assert anneal(script, [teacher - 1] * 10, teacher, teacher + margin, coefficient) == coefficient
-    assert anneal(script, [teacher + 1] * 10, teacher, teacher + margin, coefficient) == 0
+    assert script.distillation_share([teacher - 1] * 10, teacher, teacher + margin) == 1
+    assert script.distillation_share([teacher + 1] * 10, teacher, teacher + margin) == 0
 
 
 # ==================== learning rate ====================
@@ -83,7 +74,6 @@ schedule_flags = st.builds(
     final_learning_rate=st.none() | rates,
     warmup_updates=st.integers(0, 30),
     offline_steps=st.integers(0, 60),
-    distill_coefficient=st.floats(0.1, 10),
 )
 
 
@@ -97,9 +87,8 @@ def test_learning_rate_is_the_formula_in_both_scripts(update: int, share: float,
         target = args.final_learning_rate + share * (target - args.final_learning_rate)
     expected = target if online else args.learning_rate + update / args.offline_steps * (target - args.learning_rate)
     expected *= min((update + 1) / args.warmup_updates, 1) if args.warmup_updates else 1
-    distill_coefficient = (share if online else 1) * args.distill_coefficient
     for script in (qdagger, qdagger_jax):
-        found = script.learning_rate_at(update, distill_coefficient, script.Args(**flags))
+        found = script.learning_rate_at(update, share, script.Args(**flags))
         assert found == pytest.approx(expected, rel=1e-9)
 
 
