@@ -1,5 +1,6 @@
 """Devices on a machine without a GPU, whose drivers and libraries are mocked; the CPU computes."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -82,14 +83,13 @@ def test_hardware_of_a_gpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "zeros", mock.MagicMock())
     memory_format = torch.channels_last if has_bf16 else torch.contiguous_format
     monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
-    for wanted in (True, False):
-        for script in (qdagger_jax, dqn_atari_jax):
-            found = script.choose_hardware(script.Args(bf16=wanted))
-            assert found.dtype is (jnp.bfloat16 if has_bf16 and wanted else jnp.float32)
-        for script in (qdagger, dqn_atari):
-            flags = script.Args(bf16=wanted, cuda_graph=wanted, torch_deterministic=wanted)
-            assert script.choose_hardware(flags) == (torch.device("cuda"), has_bf16 and wanted, memory_format, wanted)
-            assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (wanted, not wanted)
+    for script, wanted in itertools.product((qdagger_jax, dqn_atari_jax), (True, False)):
+        found = script.choose_hardware(script.Args(bf16=wanted))
+        assert found.dtype is (jnp.bfloat16 if has_bf16 and wanted else jnp.float32)
+    for script, wanted in itertools.product((qdagger, dqn_atari), (True, False)):
+        flags = script.Args(bf16=wanted, cuda_graph=wanted, torch_deterministic=wanted)
+        assert script.choose_hardware(flags) == (torch.device("cuda"), has_bf16 and wanted, memory_format, wanted)
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (wanted, not wanted)
     torch.set_num_threads.assert_called_with(1)
 
 
