@@ -140,4 +140,5 @@ def check_memory(args: Any, device: Any, step_bytes: int) -> None:
     for name, size in sizes.items():
         if size > available:
             needs = f"{flag(name)} {getattr(args, name):,} needs {size / 1e9:.2f} GB of memory"
-            raise UserError(f"{needs} and {available / 1e9:.2f} GB is available; lower it")
+            found = f"{available / 1e9:.2f} GB is available (on a CPU, within ulimit and control groups)"
+            raise UserError(f"{needs} and {found}; lower it")

@@ -220,10 +220,10 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabl
 
 
 def set_up_jax(bf16: bool) -> JaxHardware:
-    """Set up JAX's memory and caches, print one line about the device, and return the dtype of hidden layers.
+    """Choose the device and print it; set JAX's memory, threads and cache of compiled programs.
 
-    It is bfloat16 if ``bf16`` and a GPU or TPU has it: XLA has no fast bfloat16 convolution for a CPU. Call it before
-    anything else of JAX; it raises a UserError if JAX has no device of the kind that JAX_PLATFORMS names.
+    Hidden layers compute in bfloat16 if ``bf16`` and a GPU or TPU has it: XLA has no fast bfloat16 convolution for a
+    CPU. Call it before anything else of JAX; it raises a UserError if JAX has no device that JAX_PLATFORMS names.
     """
     import jax
     import jax.numpy as jnp

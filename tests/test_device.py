@@ -1,11 +1,10 @@
 """Devices on a machine without a GPU, whose drivers and libraries are mocked; the CPU computes."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +30,10 @@ ROOT = Path(__file__).resolve().parent.parent
 GB = 10**9
 
 
-def run_code(code: str, without: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess:
-    """Run Python code in this environment without some variables and with others."""
-    inherited = {key: value for key, value in os.environ.items() if key not in without}
-    environ = inherited | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cleanrl")])} | environ
+def run_code(code: str, **environ: str | None) -> subprocess.CompletedProcess:
+    """Run Python code with changes of this environment; None removes a variable."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "cleanrl")])} | environ
+    environ = {name: value for name, value in environ.items() if value is not None}
     return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
 
 
@@ -63,8 +62,7 @@ def test_warning_of_an_unused_gpu(
         assert (hardware.device.platform, hardware.dtype) == ("cpu", jnp.float32)
     else:
         hardware = device.set_up_torch(cuda=wanted, bf16=True, cuda_graph=True)
-        assert (hardware.device.type, hardware.memory_format) == ("cpu", torch.channels_last)
-        assert not hardware.cuda_graph
+        assert hardware == (torch.device("cpu"), hardware.bf16, torch.channels_last, False)
     printed, error = capsys.readouterr()
     assert re.fullmatch("device: CPU, threads: .*\n", printed)
     assert re.fullmatch(f"WARNING: {library} can't use the NVIDIA GPU.*\n" if nvidia_smi and wanted else "", error)
@@ -74,27 +72,25 @@ def test_warning_of_an_unused_gpu(
     assert not capsys.readouterr().err, "the user or the cluster has hidden it"
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"),
-    {"7.5": "float32", "8.0": "bfloat16", "12.0": "bfloat16", "gfx90a": "bfloat16"}.items(),
-)
-def test_bfloat16_in_hardware(capability: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVIDIA GPUs have it from compute capability 8.0 on; older ones are slow with channels last. AMD's have names."""
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "12.0", "gfx90a"])  # the last is an AMD GPU's
+def test_hardware_of_a_gpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA GPUs have bfloat16 from compute capability 8.0 on; older ones are slow with channels last."""
     gpu_of_jax(capability, monkeypatch)
-    assert device.set_up_jax(bf16=True).dtype.__name__ == dtype
-    assert device.set_up_jax(bf16=False).dtype is jnp.float32
-    has_bf16 = dtype == "bfloat16"
+    has_bf16 = capability != "7.5"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch, "zeros", mock.MagicMock())
-    threads = torch.get_num_threads()
-    for wanted in (True, False):
-        memory_format = torch.channels_last if has_bf16 else torch.contiguous_format
-        expected = device.TorchHardware(torch.device("cuda"), wanted and has_bf16, memory_format, wanted)
-        assert device.set_up_torch(cuda=True, bf16=wanted, cuda_graph=wanted) == expected
-    assert torch.get_num_threads() == 1
-    torch.set_num_threads(threads)
+    memory_format = torch.channels_last if has_bf16 else torch.contiguous_format
+    monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
+    for script, wanted in itertools.product((qdagger_jax, dqn_atari_jax), (True, False)):
+        found = script.choose_hardware(script.Args(bf16=wanted))
+        assert found.dtype is (jnp.bfloat16 if has_bf16 and wanted else jnp.float32)
+    for script, wanted in itertools.product((qdagger, dqn_atari), (True, False)):
+        flags = script.Args(bf16=wanted, cuda_graph=wanted, torch_deterministic=wanted)
+        assert script.choose_hardware(flags) == (torch.device("cuda"), has_bf16 and wanted, memory_format, wanted)
+        assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (wanted, not wanted)
+    torch.set_num_threads.assert_called_with(1)
 
 
 @pytest.mark.usefixtures("small_networks", "no_evaluations")
@@ -117,54 +113,39 @@ def test_networks_have_the_memory_format_of_the_device(
     assert in_format == {True}
 
 
-@pytest.mark.parametrize(
-    ("error", "shown"),
-    [(RuntimeError("CUDA error:\nbusy"), UserError), (AttributeError("of a module"), AttributeError)],
-    ids=["busy", "bug"],
-)
-def test_a_gpu_that_fails(error: Exception, shown: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error:\nbusy"), AttributeError("a bug")], ids=["busy", "bug"])
+def test_a_gpu_that_fails(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first computation on it ends in one line, before a run directory is made. A bug keeps its traceback."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", mock.Mock(side_effect=error))
     monkeypatch.setattr(jax, "devices", mock.Mock(side_effect=error))
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
     for script, message in ((dqn_atari, "the GPU can't compute: .*--no-cuda"), (dqn_atari_jax, "JAX can't start: ")):
-        with pytest.raises(shown, match=message if shown is UserError else "of a module") as caught:
+        is_bug = isinstance(error, AttributeError)
+        with pytest.raises(AttributeError if is_bug else UserError, match="a bug" if is_bug else message) as caught:
             script.main(script.Args())
         assert "\n" not in str(caught.value)
-    torch.set_num_threads(threads)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("xdg", ["/cache", "", None])
-def test_cache_of_a_user_without_home(xdg: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("xdg", ["/cache", ""])
+def test_cache_of_a_user_without_home(xdg: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """XDG_CACHE_HOME is enough for a cache of compiled programs; without it, there is none."""
     config = gpu_of_jax("9.0", monkeypatch)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without HOME and an entry in passwd
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if xdg is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
+    monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     device.set_up_jax(bf16=True)
     caches = [value for name, value in (call.args for call in config.update.mock_calls) if "cache_dir" in name]
     assert caches == (["/cache/qdagger-jax"] if xdg else [])
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "bf16", "in_hardware"),
-    [
-        ({"avx512_bf16": True}, True, True),
-        ({"avx512_bf16": True}, False, False),
-        ({"avx512_bf16": False}, True, False),
-        ({"architecture": "arm64", "bf16": True}, True, False),
-    ],
-)
-def test_bfloat16_of_a_cpu(
-    capabilities: dict[str, Any], bf16: bool, in_hardware: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only processors with AVX512-BF16 use it: on ARM it was not tried."""
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert device.set_up_torch(cuda=False, bf16=bf16, cuda_graph=False).bf16 == in_hardware
+    for found in ({"avx512_bf16": True}, {"avx512_bf16": False}, {"architecture": "arm64", "bf16": True}):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", mock.Mock(return_value=found))
+        hardware = device.set_up_torch(cuda=False, bf16=True, cuda_graph=False)
+        assert hardware.bf16 == (found == {"avx512_bf16": True})
 
 
 @pytest.mark.posix
@@ -202,16 +183,8 @@ def test_jax_without_the_named_device() -> None:
     assert re.fullmatch(r"JAX can't start: .*JAX_PLATFORMS=cpu.*\n", run.stdout), run.stderr
 
 
-def write_group(directory: Path, limit: str, usage: int) -> None:
-    """Write the files of a control group with 1 GB of page cache."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "memory.max").write_text(f"{limit}\n")
-    (directory / "memory.current").write_text(f"{usage}\n")
-    (directory / "memory.stat").write_text("file 8\ninactive_file 1000000000\n")
-
-
 def test_memory_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tightest limit counts: of the own control group or one around it."""
+    """The tightest limit counts: of the own control group or one around it. Its 1 GB of page cache makes room."""
     groups = tmp_path / "groups"
     monkeypatch.setattr(device, "CGROUP", tmp_path)
     monkeypatch.setattr(device, "Path", lambda path: groups)
@@ -221,21 +194,20 @@ def test_memory_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.available_host_memory() == 50 * GB  # version 1 of control groups
     groups.write_text("1:name=systemd:/user/job\n0::/slice/job\n")
     assert device.available_host_memory() == 50 * GB  # without limits
-    write_group(tmp_path / "slice" / "job", "max", 9 * GB)
-    write_group(tmp_path / "slice", f"{40 * GB}", 9 * GB)
-    assert device.available_host_memory() == 32 * GB
-    write_group(tmp_path / "slice" / "job", f"{30 * GB}", 9 * GB)
-    assert device.available_host_memory() == 22 * GB
-    write_group(tmp_path, f"{20 * GB}", 9 * GB)  # the root, as a container sees its own group
-    assert device.available_host_memory() == 12 * GB
+    # The last one is the root, as a container sees its own group.
+    for group, limit, available in (("slice/job", "max", 50), ("slice", 40, 32), ("slice/job", 30, 22), ("", 20, 12)):
+        directory = tmp_path / group
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "memory.max").write_text("max\n" if limit == "max" else f"{limit * GB}\n")
+        (directory / "memory.current").write_text(f"{9 * GB}\n")
+        (directory / "memory.stat").write_text(f"file 8\ninactive_file {GB}\n")
+        assert device.available_host_memory() == available * GB
 
 
-@pytest.mark.posix
+@pytest.mark.skipif(not hasattr(device.psutil, "RLIMIT_AS"), reason="only on Linux")
 @pytest.mark.parametrize("limit", ["-v", "-d"])
 def test_memory_of_ulimit(limit: str) -> None:
     """What the process uses already, and what it will use beside a replay buffer, is not available."""
-    if not hasattr(device.psutil, "RLIMIT_AS"):
-        pytest.skip("only on Linux")
     code = "from cleanrl_utils.device import *; print(available_host_memory())"
     command = f"ulimit {limit} 4000000; {sys.executable} -c '{code}'"
     run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
@@ -253,18 +225,13 @@ def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failed_capture_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the reason and the way to resume."""
 
-    @contextmanager
-    def capture(*args: Any, **kwargs: Any) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            raise RuntimeError("operation failed due to a previous error during capture")
-
     def function(x: torch.Tensor) -> torch.Tensor:
         if graph.calls > device.CudaGraph.EAGER_CALLS:
             raise RuntimeError("operation not permitted\nmore")
         return x + 1
 
+    capture = mock.MagicMock()
+    capture.return_value.__exit__.side_effect = RuntimeError("operation failed due to a previous error during capture")
     for name in ("CUDAGraph", "Stream", "current_stream", "stream"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     monkeypatch.setattr(torch.cuda, "graph", capture)
@@ -277,34 +244,31 @@ def test_failed_capture_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
 def test_update_lowers_for_cuda_without_scatters(script: Any) -> None:
     """Convolutions are in bfloat16, the last layer in full float32, and no slow scatter is in the update."""
-    num_actions = 6
     args = script.Args(batch_size=4)
     hardware = cpu(script, bf16=True)
     if script is qdagger_jax:
-        student = script.Student(args, num_actions, hardware)
-        ring = script.Replay(100, 2, num_actions, args.n_step, hardware).ring
+        student = script.Student(args, 6, hardware)
+        ring = script.Replay(100, 2, 6, args.n_step, hardware).ring
         traced = student.compiled_gradient_steps.trace(student.state, ring, 0, 20, 1.0, 1e-4, 1e-4)
     else:
-        agent = script.Agent(args, num_actions, hardware)
+        agent = script.Agent(args, 6, hardware)
         ring = script.Replay(100, 2, args.n_step, hardware).ring
         traced = agent.compiled_gradient_step.trace(agent.state, ring, 0, 20)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "stablehlo.scatter" not in text
     convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
-    assert convolutions
-    assert all("bf16" in line for line in convolutions)
-    last = [line for line in text.splitlines() if "dot_general" in line and f"x{num_actions}xf32" in line]
-    assert last
-    assert all("HIGHEST" in line for line in last if "bf16" not in line)
+    assert {"bf16" in line for line in convolutions} == {True}
+    last = [line for line in text.splitlines() if "dot_general" in line and "x6xf32" in line]
+    assert {"HIGHEST" in line for line in last if "bf16" not in line} == {True}
 
 
 def test_throughput(tmp_path: Path) -> None:
     """The benchmark measures all phases of a script and passes on its flags."""
-    flags = (
-        "--teacher-steps 200 --offline-steps 200 --online-steps 300 --num-envs 2 --batch-size 1 --train-frequency 32"
-    )
+    flags = "--teacher-steps 200 --offline-steps 200 --online-steps 300 --num-envs 2 --batch-size 1 "
+    flags += "--train-frequency 32"
     command = [sys.executable, ROOT / "benchmark" / "throughput.py", *flags.split()]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}  # on a busy machine, threads wait for each other
+    run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     rows = re.findall(r"^\| (.+?/s) \| ([\d.]+) \|$", run.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["teacher data, steps/s", "offline, updates/s", "online, steps/s"]
@@ -314,9 +278,8 @@ def test_throughput(tmp_path: Path) -> None:
 @pytest.mark.posix
 def test_gpu_benchmark_without_a_gpu() -> None:
     """One line says so."""
-    run = subprocess.run(
-        [ROOT / "benchmark" / "gpu.sh"], env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True
-    )
+    environ = os.environ | {"PYTHON": sys.executable}
+    run = subprocess.run([ROOT / "benchmark" / "gpu.sh"], env=environ, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     assert re.fullmatch(r"error: neither PyTorch nor JAX .* can use a GPU; .*\n", run.stderr)
 
@@ -330,11 +293,8 @@ def test_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert available_cores() == 16  # without control groups
     groups.write_text("0::/slice/job\n")
-    for directory, quota, cores in [
-        ("slice/job", "max 100000\n", 16),
-        ("slice", "1250000 100000\n", 13),
-        ("slice/job", "450000 50000\n", 9),
-    ]:
+    quotas = (("slice/job", "max 100000\n", 16), ("slice", "1250000 100000\n", 13), ("slice/job", "450000 50000\n", 9))
+    for directory, quota, cores in quotas:
         (tmp_path / directory).mkdir(parents=True, exist_ok=True)
         (tmp_path / directory / "cpu.max").write_text(quota)
         assert available_cores() == cores
@@ -350,7 +310,7 @@ def test_bound_threads(places: str) -> None:
     cores = sorted(os.sched_getaffinity(0))
     code = "import os, torch\nfrom cleanrl_utils.device import *\nset_up_torch(False, False, False)\n"
     code += "print(available_cores(), sorted(os.sched_getaffinity(0)))"
-    run = run_code(code, ["OMP_NUM_THREADS"], OMP_PROC_BIND="true", OMP_PLACES=places.replace("%d", str(cores[-1])))
+    run = run_code(code, OMP_NUM_THREADS=None, OMP_PROC_BIND="true", OMP_PLACES=places.replace("%d", str(cores[-1])))
     expected = cores if places == "threads" else cores[-1:]
     assert run.stdout.endswith(f"\n{len(expected)} {expected}\n"), run.stderr
 
@@ -362,20 +322,19 @@ def test_threads_of_jax() -> None:
     code += "import jax; jax.numpy.ones((500, 500)) @ jax.numpy.ones((500, 500))\n"
     code += "names = [file.read_text() for file in device.Path('/proc/self/task').glob('*/comm')]\n"
     code += "print(names.count('tf_XLAEigen\\n'))"
-    run = run_code(code, ["NPROC"])
+    run = run_code(code, NPROC=None)
     assert run.stdout.endswith("\n5\n"), run.stderr
 
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages")
-@pytest.mark.parametrize(
-    "chosen", [{}, {"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}], ids=["default", "user's"]
-)
+@pytest.mark.parametrize("chosen", [{}, {"GOMP_SPINCOUNT": "7", "THP_MEM_ALLOC_ENABLE": "0"}])
 @pytest.mark.parametrize("script", ["dqn_atari", "qdagger_dqn_atari_impalacnn"])
 def test_settings_that_pytorch_reads_at_its_import(script: str, chosen: dict[str, str]) -> None:
     """GNU OpenMP has a limit of spins, and a large tensor is in huge pages, unless the user chose otherwise."""
     code = f"import {script}, torch; tensor = torch.ones(2**28, dtype=torch.uint8)\n"
     code += "print(' hg' in open('/proc/self/smaps').read())"
-    run = run_code(code, ["GOMP_SPINCOUNT", "THP_MEM_ALLOC_ENABLE"], OMP_DISPLAY_ENV="VERBOSE", **chosen)
+    default = {"GOMP_SPINCOUNT": None, "THP_MEM_ALLOC_ENABLE": None}
+    run = run_code(code, OMP_DISPLAY_ENV="VERBOSE", **(default | chosen))
     assert run.stdout == f"{not chosen}\n", run.stderr
     if "GOMP" in run.stderr:  # PyTorch may have another OpenMP library
         assert f"GOMP_SPINCOUNT = '{chosen.get('GOMP_SPINCOUNT', '3000')}'" in run.stderr
