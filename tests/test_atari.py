@@ -544,7 +544,7 @@ def test_broken_ffmpeg_costs_a_warning(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(atari, "MAX_FRAMES", 200)
     film_episode(by_brightness, Path("videos/1/offline-4.mp4"), BREAKOUT, 1, RNG)
-    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: ")]
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: ")]
     assert "videos/1/offline-4.mp4 can't be written" in warning
 
 
