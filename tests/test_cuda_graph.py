@@ -133,7 +133,8 @@ def test_main_with_and_without_graphs(
     assert models.keys() == graph_models.keys()
     for name, weights in models.items():
         assert all(torch.equal(weight, graph_models[name][key]) for key, weight in weights.items()), name
-    assert min(graph.replays for graph in graphs) > 1, "nothing but its capture"
+    # Updates, and the forward passes of training steps. Evaluations have few steps here, and batches of their own.
+    assert sum(graph.replays > 1 for graph in graphs) > (3 if script is qdagger else 1), "nothing but their capture"
 
 
 def test_tensors_as_arguments(graphs: list[RecordedGraph]) -> None:
