@@ -118,7 +118,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """
     folder = tmp_path_factory.mktemp("full")
     script = request.param
-    flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 2 --teacher-steps 200 --offline-steps 100 "
+    flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 5 --teacher-steps 200 --offline-steps 100 "
     flags += f"--offline-eval-frequency 65 --total-timesteps {FULL_STEPS} --learning-starts 40 --buffer-size 200 "
     flags += "--batch_size 4 --train_frequency 32 --exploration-fraction 0.5 --end-e 0.8 --temperature 1 --save-model "
     flags += f"--n-step 3 --repeat-action-probability 0.25 --distill-coefficient 2 --env-id {FULL_GAME} --track "
@@ -160,7 +160,7 @@ def test_metrics(full_run: FinishedRun) -> None:
         "charts/online/avg_episodic_return": [600, 1100],
         **dict.fromkeys(ONLINE_TAGS | LOSS_TAGS, online),
         "charts/final/avg_episodic_return": [100 + FULL_STEPS],
-        "eval/episodic_return": [100 + FULL_STEPS, 100 + FULL_STEPS + 1],
+        "eval/episodic_return": [100 + FULL_STEPS + i for i in range(5)],
     }
     for tag, found in episodes.items():
         assert found == sorted(found), tag
@@ -233,7 +233,7 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_charts(full_run: FinishedRun) -> None:
-    """TensorBoard shows the returns of student and teacher in one chart and the losses in another, after a resume too."""
+    """TensorBoard shows the returns of student and teacher in one chart and losses in another, in a resumed run too."""
     runs = str(full_run.run_dir.parent)
     server = EventMultiplexer().AddRunsFromDirectory(runs).Reload()
     context = TBContext(data_provider=MultiplexerDataProvider(server, runs), plugin_name_to_instance={})
@@ -296,7 +296,6 @@ def test_tracking(full_run: FinishedRun) -> None:
         assert points[tag] <= {(step, np.float32(value)) for step, value in expected}, tag
         assert {step for step, _ in points[tag]} == {step for step, _ in expected}, tag
     final_returns = [value for _, value in curves["eval/episodic_return"]]
-    assert final_returns[1] != np.mean(final_returns), "choose flags with which two episodes have different returns"
     assert json.loads(summary["charts/final/avg_episodic_return"]) == np.mean(final_returns)
     assert any(tag.startswith("videos/final") for tag in points) == (full_run.script == STUDENT)
 
