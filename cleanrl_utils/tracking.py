@@ -122,7 +122,7 @@ class Writer:
     def add_charts(self) -> None:
         """Log the charts of the tab CUSTOM SCALARS, which show several curves together."""
         layout = layout_pb2.Layout()
-        category = layout.category.add(title="Student and teacher")
+        category = layout.category.add(title="Returns and losses")
         for title, tags in CHARTS.items():
             category.chart.add(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
         # The plugin's own function for this summary needs TensorFlow.
