@@ -1,7 +1,6 @@
 # Needs a network and Python 3.11 or later; everything else is installed into .venv.
 PYTHON ?= python3.14 python3.13 python3.12 python3.11 python3
 TESTED := Python 3.11 to 3.14
-USABLE := -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))'
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
@@ -94,27 +93,13 @@ ifneq ($(shell test -e $(VENV)/bin/activate && $(RUN) -c 'import pip' 2>&1 && ec
 .PHONY: $(RUN)
 endif
 
-# An environment of uv lacks only pip. Otherwise use the first Python that runs; a shim of pyenv may not run.
 $(RUN):
-	@if test -e $(VENV)/bin/activate && $(RUN) -m ensurepip >/dev/null 2>&1; then exit; fi; \
-	for python in $(PYTHON); do \
-		if $$python $(USABLE) 2>/dev/null; then \
-			$$python -m venv --clear $(VENV) && exit; \
-			rm -rf $(VENV); \
-			exit 2; \
-		fi; \
-	done; \
-	echo "error: none of $(PYTHON) is Python 3.11 or later with venv and ensurepip;" \
-		"install it (Debian, Ubuntu: apt install python3-venv) or name one: make PYTHON=/path/to/python3.14" >&2; \
-	exit 2
+	@requirements/venv.sh $(VENV) $(PYTHON)
 
 # The file $(VENV)/% records what is installed; its rule runs again when the pins change.
 $(VENV)/%: requirements/requirements-%.txt pyproject.toml $(RUN)
 	@echo "installing $< into $(VENV)"
-	@$(PIP) install -r $< || { \
-		echo "error: the installation with `$(RUN) --version` failed, see above; $(TESTED) are tested" >&2; \
-		exit 2; \
-	}
+	@$(PIP) install -r $< || ! echo "error: installation with `$(RUN) --version` failed, see above; $(TESTED) are tested" >&2
 	@touch $@
 
 # Pin the newest versions for the extras in pyproject.toml, without addresses and without the build label of PyTorch.

@@ -774,6 +774,9 @@ def main(args: Args) -> None:
         mean_return = evaluate("final", student, args.eval_episodes, args.end_e)
         last_step = args.offline_steps + progress.online_step
         run.log("charts/final/avg_episodic_return", mean_return, last_step)
+        # The second points of these two, between which TensorBoard draws a line.
+        run.log("charts/teacher/avg_episodic_return", teacher_return, last_step)
+        run.log("charts/random/avg_episodic_return", random_return, last_step)
         for i, episodic_return in enumerate(progress.returns["final"]):
             run.log("eval/episodic_return", episodic_return, last_step + i)
 

@@ -275,7 +275,8 @@ def as_float32(name: str, array: Any) -> np.ndarray:
         return np.array(array)
     if not re.fullmatch(r"b?float\w*", dtype):
         raise ValueError(f"{name!r:.60} is {dtype}, not floating-point numbers")
-    copy = np.array(array, np.float32)
+    with np.errstate(over="ignore"):  # a float64 may be infinite in float32, which is an error below
+        copy = np.array(array, np.float32)
     if not np.isfinite(copy).all():
         raise ValueError(f"{name!r:.60} holds NaN or infinite values")
     return copy

@@ -43,7 +43,7 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     args = tyro.cli(args_class, args=argv)
     if args.resume is None:
         return args
-    run_dir = Path(args.resume)
+    run_dir = resumed_dir(args.resume)
     if not run_dir.is_dir():
         raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
     lock = lock_run(run_dir)  # a process that runs it changes its checkpoints
@@ -105,7 +105,7 @@ class Run:
                 self.directory = make_run_dir(args)
                 stack.callback(remove_if_unused, self.directory)
             else:
-                self.directory = Path(args.resume)
+                self.directory = resumed_dir(args.resume)
             self.video_dir = VIDEOS / self.directory.name if args.capture_video else None
             stack.callback(lock_run(self.directory).release)
             self._checkpoints = Checkpoints(self.directory)
@@ -121,6 +121,7 @@ class Run:
                 self._writer.purge(0)
                 files = {f"{name}_file": path for name, path in self._files.items()}
                 self._writer.add_flags({**vars(args), **origin(self._script), **files})
+                self._writer.add_charts()
                 self.save()
             self._handle_signals(stack)
             self._on_exit = stack.pop_all()
@@ -266,6 +267,12 @@ class Run:
             return "start it again, as it has no checkpoint yet"
         words = ["python", str(self._script), "--resume", str(self.directory)]
         return f"resume with: {shell_command(words)}"
+
+
+def resumed_dir(resume: str) -> Path:
+    """Return the directory that `--resume` names. Its last part is the run's name, also if the flag is ``.``."""
+    path = Path(resume)
+    return path.resolve() if path.name in ("", "..") else path
 
 
 def remove_if_unused(run_dir: Path) -> None:

@@ -16,8 +16,11 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
 from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer import event_file_writer
+from tensorboard.util.tensor_util import make_tensor_proto
 
 from cleanrl_utils.errors import one_line, shell_command, user_errors, warn
 from cleanrl_utils.files import retry
@@ -25,6 +28,10 @@ from cleanrl_utils.files import retry
 VIDEOS = Path("videos")  # has a directory per run
 EVENT_FILES = "events.out.tfevents.*"
 FLUSH_SECONDS = 10
+CHARTS = {  # of TensorBoard's tab CUSTOM SCALARS, with regular expressions of the tags that each shows together
+    "Returns": ["charts/episodic_return", "charts/(teacher|random|offline|online|final)/avg_episodic_return"],
+    "Losses": ["losses/(loss|td_loss|distill_loss)", "charts/offline/(loss|q_loss|distill_loss)"],
+}
 
 
 def script_of(args: Any) -> Path:
@@ -111,6 +118,19 @@ class Writer:
         texts = {key: str(value).encode(errors="backslashreplace").decode() for key, value in flags.items()}
         rows = "\n".join(f"|{key}|{text}|" for key, text in texts.items())
         self._add(0, summary=text_pb("hyperparameters", f"|param|value|\n|-|-|\n{rows}"))
+
+    def add_charts(self) -> None:
+        """Log the charts of the tab CUSTOM SCALARS, which show several curves together."""
+        layout = layout_pb2.Layout()
+        category = layout.category.add(title="Returns and losses")
+        for title, tags in CHARTS.items():
+            category.chart.add(title=title, multiline=layout_pb2.MultilineChartContent(tag=tags))
+        # The plugin's own function for this summary needs TensorFlow.
+        value = Summary.Value(
+            tag=layout_metadata.CONFIG_SUMMARY_TAG, metadata=layout_metadata.create_summary_metadata()
+        )
+        value.tensor.CopyFrom(make_tensor_proto(layout.SerializeToString()))
+        self._add(0, summary=Summary(value=[value]))
 
     def purge(self, step: int) -> None:
         """Let TensorBoard forget points from ``step`` on. It heeds this if a new run did the same at its start."""

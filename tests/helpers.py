@@ -142,6 +142,18 @@ def read_scalars(run_dir: Path) -> Scalars:
     return {tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags}
 
 
+def warnings_of(capsys: pytest.CaptureFixture) -> list[str]:
+    """Return the warnings since the last call."""
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+
+
+def fake_steps(env_ids: tuple[str, ...] = ("Pong", "Breakout"), seeds: tuple[int, ...] = (1,)) -> list[list[int]]:
+    """Return the steps that all runs of ``fake_run.py`` logged. There must be one run for each environment and seed."""
+    names = sorted(path.name.rpartition("__")[0] for path in Path("runs").iterdir())
+    assert names == sorted(f"{env_id}__fake_run__{seed}" for env_id in env_ids for seed in seeds)
+    return [[int(line) for line in path.read_text().split()] for path in Path("runs").glob("*/steps.txt")]
+
+
 def results(run_dir: Path) -> tuple[Scalars, dict[str, dict[str, torch.Tensor]]]:
     """Return the curves, without measured times, and the models of a run in PyTorch."""
     scalars = {tag: points for tag, points in read_scalars(run_dir).items() if tag not in TIMED_TAGS}

@@ -19,6 +19,7 @@ from unittest import mock
 import psutil
 import pytest
 import tyro
+from helpers import fake_steps
 
 from cleanrl_utils import benchmark as runner_module
 from cleanrl_utils.benchmark import Args, Job, main, make_jobs, run_environment, run_locally, run_on_node, visible_gpus
@@ -88,13 +89,6 @@ def done(env_id: str, seed: int = 1) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
-def steps(env_ids: tuple[str, ...] = ("Pong", "Breakout"), seeds: tuple[int, ...] = (1,)) -> list[list[int]]:
-    """Return the logged steps of all runs. There must be one run for each environment and seed."""
-    names = sorted(path.name.rpartition("__")[0] for path in Path("runs").iterdir())
-    assert names == sorted(f"{env_id}__fake_run__{seed}" for env_id in env_ids for seed in seeds)
-    return [[int(line) for line in path.read_text().split()] for path in Path("runs").glob("*/steps.txt")]
-
-
 @pytest.mark.parametrize("killed", ["run", "runner"])
 def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: str):
     """A killed runner leaves its runs running. The next one does not start them again."""
@@ -108,7 +102,7 @@ def test_a_killed_benchmark_that_is_started_again_logs_every_step_once(killed: s
     assert (done("Breakout", 2) == 60) == (killed == "run")  # The other runs go on.
     benchmark(*flags)
     assert benchmark(*flags) == 0
-    assert steps(seeds=(1, 2)) == [list(range(60))] * 4
+    assert fake_steps(seeds=(1, 2)) == [list(range(60))] * 4
     logs = "".join(path.read_text() for path in Path("logs").glob("*.log"))
     assert logs.count("--seed 1 --resume runs/") == (1 if killed == "run" else 0)
     before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
@@ -131,7 +125,7 @@ def test_runs_save_after_a_signal_also_behind_a_wrapper_that_passes_it_on(number
     assert len(list(Path("runs").glob("*/checkpoint/1.state"))) == 2
     assert "2 interrupted, 2 pending\nthe same command again skips" in Path("out.txt").read_text()
     assert benchmark(*flags) == 0
-    assert steps(seeds=(1, 2)) == [list(range(60))] * 4
+    assert fake_steps(seeds=(1, 2)) == [list(range(60))] * 4
 
 
 def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
@@ -144,7 +138,7 @@ def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
     assert "\n1 failed, 1 finished\n" in output
     assert benchmark(*flags) == 1  # It fails again, from its checkpoint.
     assert "Pong seed 1: running" not in capsys.readouterr().out
-    assert all(part[:8] == list(range(8)) for part in steps(("Broken", "Pong")))
+    assert all(part[:8] == list(range(8)) for part in fake_steps(("Broken", "Pong")))
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
@@ -188,7 +182,7 @@ def test_a_run_is_known_by_its_flags_and_repeated_when_its_directory_is_deleted(
     assert len(list(Path("runs").iterdir())) == 2
     shutil.rmtree("runs")
     assert benchmark(*PONG, f"{FAKE} --steps 6") == 0
-    assert steps(("Pong",)) == [list(range(6))]
+    assert fake_steps(("Pong",)) == [list(range(6))]
 
 
 def test_a_run_of_another_process_is_not_started():
@@ -197,9 +191,9 @@ def test_a_run_of_another_process_is_not_started():
     with job.log.open("a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
         assert benchmark(*BOTH, FAKE) == 1
-        assert steps(("Breakout",)) == [list(range(20))]
+        assert fake_steps(("Breakout",)) == [list(range(20))]
     assert benchmark(*BOTH, FAKE) == 0
-    assert steps() == [list(range(20))] * 2
+    assert fake_steps() == [list(range(20))] * 2
 
 
 def test_a_command_of_cleanrl_runs_unchanged():
@@ -278,7 +272,7 @@ def test_a_terminal_that_was_closed_does_not_stop_the_runner():
     os.close(other_end)
     assert subprocess.run([*RUNNER, *BOTH, FAKE], stdout=terminal, stderr=terminal).returncode == 0
     os.close(terminal)
-    assert steps() == [list(range(20))] * 2
+    assert fake_steps() == [list(range(20))] * 2
 
 
 def test_a_full_disk_of_the_logs_does_not_stop_the_runner():
@@ -368,7 +362,7 @@ def test_slurm_submission(capsys: pytest.CaptureFixture):
     slurm_task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     assert subprocess.run(["sh", "sbatch.sh"], env=os.environ | slurm_task).returncode == 0  # as a node does
     assert Path("srun.txt").read_text() == "--cpus-per-task=5\n"
-    assert steps(("Breakout",), (2,)) == [list(range(20))]
+    assert fake_steps(("Breakout",), (2,)) == [list(range(20))]
     # One is pending, one runs, and one has left the queue.
     Path("squeue.txt").write_text(f"{name}_0 PENDING\n{name}_1 RUNNING\nother N/A RUNNING\n")
     assert benchmark(*flags) == 0

@@ -51,6 +51,12 @@ from helpers import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.checkpoint import Checkpoints
@@ -112,7 +118,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """
     folder = tmp_path_factory.mktemp("full")
     script = request.param
-    flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 1 --teacher-steps 200 --offline-steps 100 "
+    flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 5 --teacher-steps 200 --offline-steps 100 "
     flags += f"--offline-eval-frequency 65 --total-timesteps {FULL_STEPS} --learning-starts 40 --buffer-size 200 "
     flags += "--batch_size 4 --train_frequency 32 --exploration-fraction 0.5 --end-e 0.8 --temperature 1 --save-model "
     flags += f"--n-step 3 --repeat-action-probability 0.25 --distill-coefficient 2 --env-id {FULL_GAME} --track "
@@ -147,13 +153,14 @@ def test_metrics(full_run: FinishedRun) -> None:
     assert len(online) == 11
     episodes = {tag: steps.pop(tag) for tag in EPISODE_TAGS}
     assert steps == {
-        **{tag: [0] for tag in (*TEACHER_TAGS, "charts/teacher/SPS")},
+        **{tag: [0, 100 + FULL_STEPS] for tag in TEACHER_TAGS},
+        "charts/teacher/SPS": [0],
         **{tag: [100] for tag in OFFLINE_TAGS},
         "charts/offline/avg_episodic_return": [65, 100],
         "charts/online/avg_episodic_return": [600, 1100],
         **dict.fromkeys(ONLINE_TAGS | LOSS_TAGS, online),
         "charts/final/avg_episodic_return": [100 + FULL_STEPS],
-        "eval/episodic_return": [100 + FULL_STEPS],
+        "eval/episodic_return": [100 + FULL_STEPS + i for i in range(5)],
     }
     for tag, found in episodes.items():
         assert found == sorted(found), tag
@@ -189,7 +196,8 @@ def test_summary(full_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys:
         "online 1000": pytest.approx(online[1100], abs=0.06),
         "final": pytest.approx(scalars["charts/final/avg_episodic_return"][0][1], abs=0.06),
     }
-    assert scalars["charts/final/avg_episodic_return"] == scalars["eval/episodic_return"]  # one episode
+    for tag in TEACHER_TAGS:
+        assert scalars[tag][0][1] == scalars[tag][1][1], tag
     if full_run.script == STUDENT:
         assert f"\nvideos:              videos/{full_run.run_dir.name}\n" in summary
         assert "enjoy" not in summary
@@ -224,6 +232,27 @@ def test_files(full_run: FinishedRun, tmp_path: Path, monkeypatch: pytest.Monkey
     assert videos == (expected if script == STUDENT else set())
 
 
+def test_charts(full_run: FinishedRun) -> None:
+    """TensorBoard shows the returns of student and teacher in one chart and losses in another, in a resumed run too."""
+    runs = str(full_run.run_dir.parent)
+    server = EventMultiplexer().AddRunsFromDirectory(runs).Reload()
+    context = TBContext(data_provider=MultiplexerDataProvider(server, runs), plugin_name_to_instance={})
+    context.plugin_name_to_instance["scalars"] = ScalarsPlugin(context)
+    plugin = CustomScalarsPlugin(context)
+    (category,) = json.loads(plugin.layout_impl(RequestContext(), ""))["category"]
+    shown = {}
+    for chart in category["chart"]:
+        for tag in chart["multiline"]["tag"]:
+            answer = plugin.scalars_impl(RequestContext(), full_run.run_dir.name, tag, "")
+            shown.setdefault(chart["title"], []).extend(answer["tag_to_events"])
+    assert {title: sorted(tags) for title, tags in shown.items()} == {
+        "Returns": sorted(tag for tag in full_run.scalars if re.match("charts/.*episodic_return$", tag)),
+        "Losses": sorted(tag for tag in full_run.scalars if tag.endswith("loss")),
+    }
+    assert len(shown["Returns"]) == 6
+    assert len(shown["Losses"]) == 6
+
+
 def wandb_records(path: Path) -> Iterator[bytes]:
     """Yield the records of a file of W&B, which has blocks of 32 kB as the logs of LevelDB have."""
     data = path.read_bytes()
@@ -241,11 +270,15 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 
 
 def test_tracking(full_run: FinishedRun) -> None:
-    """W&B gets every point of TensorBoard and the videos, in one W&B run, also when the run is resumed."""
+    """W&B gets every point of TensorBoard and the videos, in one W&B run, also when the run is resumed.
+
+    A sweep reads its metric in the summary: the mean return of the final evaluation.
+    """
     proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     wandb_id = (full_run.run_dir / "wandb_id").read_text()
     curves = full_run.scalars
     points = {}
+    summary = {}
     files = sorted(full_run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert [path.stem for path in files] == [f"run-{wandb_id}"] * (2 if full_run.script == STUDENT else 1)
     assert (wandb_id == SWEEP_RUN) == (full_run.script == STUDENT)
@@ -257,9 +290,13 @@ def test_tracking(full_run: FinishedRun) -> None:
         history = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
         for tag, value in history.items():
             points.setdefault(tag, set()).add((history.get("global_step"), np.float32(value) if tag in curves else 0))
+        for item in record.summary.update:
+            summary[item.key or "/".join(item.nested_key)] = item.value_json
     for tag, expected in curves.items():
         assert points[tag] <= {(step, np.float32(value)) for step, value in expected}, tag
         assert {step for step, _ in points[tag]} == {step for step, _ in expected}, tag
+    final_returns = [value for _, value in curves["eval/episodic_return"]]
+    assert json.loads(summary["charts/final/avg_episodic_return"]) == np.mean(final_returns)
     assert any(tag.startswith("videos/final") for tag in points) == (full_run.script == STUDENT)
 
 

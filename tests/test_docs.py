@@ -18,6 +18,8 @@ import dqn_atari
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
+import tyro
+import yaml
 from matplotlib.figure import Figure
 
 from benchmark import publish
@@ -121,6 +123,22 @@ def test_every_metric_is_documented() -> None:
     of_qdagger = {row[0].strip("`") for row in rows(section(DOCS / "qdagger.md", "Metrics"))}
     of_dqn = set(re.findall(r"`((?:charts|losses|eval)/[\w/]+)`", section(DOCS / "dqn.md", "Train a teacher")))
     assert [tags_of(script) for script in SCRIPTS] == [of_dqn, of_dqn, of_qdagger, of_qdagger]
+
+
+def test_the_sweep_can_run() -> None:
+    """The commands that W&B's agent makes of the example are those of the script, and its metric is logged."""
+    (example,) = re.findall(r"^```yaml\n(program: .*?)^```", read(DOCS / "qdagger.md"), re.DOTALL | re.MULTILINE)
+    sweep = yaml.safe_load(example)
+    assert sweep["program"] == SCRIPTS[2].relative_to(ROOT).as_posix()
+    assert sweep["metric"]["name"] in tags_of(SCRIPTS[2])
+    *program, last = sweep["command"]
+    assert program[:3] == ["${env}", "${interpreter}", "${program}"]
+    assert last == "${args}"
+    for i in range(2):
+        values = {name: parameter["values"][i] for name, parameter in sweep["parameters"].items()}
+        args = tyro.cli(qdagger.Args, args=[*program[3:], *(f"--{name}={value}" for name, value in values.items())])
+        assert args.track
+        assert vars(args).items() >= values.items()
 
 
 def test_flags_that_may_change_are_documented() -> None:

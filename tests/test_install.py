@@ -78,6 +78,17 @@ def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status
 
 
 @pytest.mark.posix
+def test_make_prints_the_flags_of_the_demo(tmp_path: Path) -> None:
+    """`make -n demo` prints little besides them, also where nothing is installed."""
+    command = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", "demo"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert printed[-1].startswith(
+        f"{tmp_path}/venv/bin/python cleanrl/qdagger_dqn_atari_impalacnn.py --env-id Breakout"
+    )
+    assert len(printed) <= 5
+
+
+@pytest.mark.posix
 def test_environment_without_pip(tmp_path: Path) -> None:
     """An environment of uv, which has no pip, gets it and keeps its packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -38,6 +38,7 @@ from helpers import (
     read_scalars,
     tiny,
     twin,
+    warnings_of,
     write_teacher,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -514,11 +515,6 @@ def test_run_that_cannot_be_resumed(stopped: Path, tmp_path: Path) -> None:
 # ==================== warnings ====================
 
 
-def warnings_of(output: Any) -> list[str]:
-    """Return the warnings in the output of the terminal."""
-    return [line for line in output.err.splitlines() if line.startswith("WARNING")]
-
-
 def test_resumed_under_other_versions(stopped: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Versions are in the table of flags, and a run that is resumed under others prints both in a warning."""
     (table,) = EventAccumulator(str(stopped)).Reload().Tensors("hyperparameters")
@@ -529,7 +525,7 @@ def test_resumed_under_other_versions(stopped: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(run_module, "versions", lambda: now)
     capsys.readouterr()
     resume(qdagger, stopped)
-    (warning,) = [line for line in warnings_of(capsys.readouterr()) if "the run used" in line]
+    (warning,) = [line for line in warnings_of(capsys) if "the run used" in line]
     assert was in warning
     assert now in warning
 
@@ -547,7 +543,7 @@ def test_resumed_with_changed_code(
         script.write_text(code + change, encoding="utf-8")
         capsys.readouterr()
         with Run(args, progress=qdagger.Progress()) as run:
-            warnings = warnings_of(capsys.readouterr())
+            warnings = warnings_of(capsys)
             script.write_text(code, encoding="utf-8")  # the process still runs what it has read
             run.save()
         assert ["was changed since" in warning for warning in warnings] == [True] * expected
@@ -558,7 +554,7 @@ def test_a_damaged_checkpoint_is_one_warning(stopped: Path, capsys: pytest.Captu
     sorted(stopped.glob("checkpoint/*.state"))[-1].write_bytes(b"")
     capsys.readouterr()
     resume(qdagger, stopped)
-    assert len([line for line in warnings_of(capsys.readouterr()) if "damaged" in line]) == 1
+    assert len([line for line in warnings_of(capsys) if "damaged" in line]) == 1
 
 
 # ==================== processes ====================

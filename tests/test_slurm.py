@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_benchmark import steps
+from helpers import fake_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_SLURM = shutil.which("sinfo") is not None and subprocess.run(["sinfo"], capture_output=True).returncode == 0
@@ -100,7 +100,7 @@ def test_a_time_limit_shorter_than_the_run():
     command = "python cleanrl/fake_run.py --steps 140 --seconds 1 --save-every 0"
     assert submit(command, "--num-seeds", "1", "--slurm-time", "1") == 2
     eventually(lambda: not states())
-    assert steps(seeds=(1,)) == [list(range(140))] * 2
+    assert fake_steps(seeds=(1,)) == [list(range(140))] * 2
     assert count("--resume") > 7
 
 
@@ -131,5 +131,5 @@ def test_every_step_is_logged_once_after_all_kinds_of_interruption():
     eventually(lambda: not states())
     assert submit(command, *flags) == 1  # the one that has failed
     eventually(lambda: not states())
-    assert steps(seeds=(1, 2)) == [list(range(40))] * 4
+    assert fake_steps(seeds=(1, 2)) == [list(range(40))] * 4
     assert submit(command, *flags) == 0

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -297,8 +298,10 @@ def check_unusable(folder: Path, data: bytes, *messages: str, name: str = "dqn_a
     for script, message in zip(SCRIPTS, (messages[0], messages[-1]), strict=True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(qdagger_jax, "QNetwork", SmallFlaxNetwork)
-            with pytest.raises(UserError) as caught:
-                load(script, path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", RuntimeWarning)  # those of NumPy
+                with pytest.raises(UserError) as caught:
+                    load(script, path)
         text = str(caught.value)
         assert text.startswith(f"{path.as_posix()!r} is not a usable model: ")
         assert message in text
@@ -327,6 +330,7 @@ TORCH_STATES = {
     "a C51 of another game": (C51, "it has 18 actions, and this game has 6; "),
     "one quantile": (changed(_9_weight=WEIGHTS["network.9.weight"][:1]), "Network: it lacks [('network.9.w", ""),
     "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values", "holds NaN or infinite"),
+    "beyond float32": (changed(_9_bias=BIAS.astype(float) * 1e300), "holds NaN or infinite values"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
 }

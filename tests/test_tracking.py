@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
-from helpers import only, read_scalars
+from helpers import only, read_scalars, warnings_of
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -26,7 +27,7 @@ from cleanrl_utils import run as run_module
 from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import Checkpoints
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.run import Run
+from cleanrl_utils.run import Run, parse_args
 from cleanrl_utils.tracking import EVENT_FILES, Writer, make_run_dir
 
 Points = list[tuple[int, float]]
@@ -50,11 +51,6 @@ def log(writer: Writer | Run, steps: range, sign: int = 1) -> None:
     add = writer.log if isinstance(writer, Run) else writer.add_scalar
     for step in steps:
         add("x", sign * step, step)
-
-
-def warnings_of(capsys: pytest.CaptureFixture) -> list[str]:
-    """Return the warnings since the last call."""
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
 
 
 @pytest.mark.posix
@@ -367,6 +363,26 @@ def test_a_run_whose_wandb_cannot_start_can_be_resumed_again(wandb: Any, capsys:
         assert wandb.init.call_args.kwargs["id"] == "a"
         assert wandb.init.call_args.kwargs["resume"] == "allow"
     assert only(run.directory.glob("wandb_id")).read_text() == "a"
+
+
+def test_a_run_resumed_inside_its_directory(
+    wandb: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """W&B and the videos have the run's name, and the command that is printed resumes the run."""
+    monkeypatch.setattr(qdagger.Args, "script", qdagger.__file__)
+    with Run(qdagger.Args()) as run:
+        pass
+    run_dir = folder / run.directory
+    for inside, resume in ((run_dir, "."), (run_dir / "checkpoint", "..")):
+        monkeypatch.chdir(inside)
+        args = parse_args(qdagger.Args, ["--resume", resume, "--track", "--capture-video"])
+        with contextlib.suppress(SystemExit), Run(args) as run:
+            signal.raise_signal(signal.SIGTERM)
+            run.exit_if_signalled()
+        assert run.video_dir == Path("videos", run_dir.name)
+        assert wandb.init.call_args.kwargs["name"] == run_dir.name
+        (command,) = re.findall("resume with: (.*)", capsys.readouterr().out)
+        assert parse_args(qdagger.Args, shlex.split(command)[2:]).resume == str(run_dir)
 
 
 def test_videos_of_a_run_are_in_wandb(wandb: Any) -> None:
