@@ -513,6 +513,8 @@ def test_curves(run: Recorder) -> None:
             name, _, number = each.phase.partition(" ")
             at = int(number or 0) + {"online": offline_steps, "final": offline_steps + step}.get(name, 0)
             log(f"charts/{name}/avg_episodic_return", np.mean(each.returns), at)
+            for other in ("teacher", "random") if name == "final" and run.has_teacher else ():  # again
+                log(f"charts/{other}/avg_episodic_return", np.mean(run.of("evaluate", other)[0].returns), at)
             for i, episodic_return in enumerate(each.returns if name == "final" else []):
                 log("eval/episodic_return", episodic_return, at + i)
         elif each.call == "update":
