@@ -45,8 +45,7 @@ RECENT_EPISODES = 10  # training episodes whose mean return anneals λ
 
 @dataclass
 class Args:
-    """The flags. A resumed run keeps those without MAY_CHANGE. Range has the values that are allowed."""
-
+    # A resumed run keeps the flags without MAY_CHANGE. Range has the values that are allowed.
     script: ClassVar[str] = __file__
 
     exp_name: str = Path(__file__).stem
