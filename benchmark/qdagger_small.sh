@@ -9,7 +9,6 @@ cd "$(dirname "$0")/.."
 torch=qdagger_dqn_atari_impalacnn
 jax=qdagger_dqn_atari_jax_impalacnn
 pong=teachers/PongNoFrameskip-v4-dqn_atari-seed1
-pong_jax=teachers/PongNoFrameskip-v4-dqn_atari_jax-seed1
 breakout=teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1
 beam_rider=teachers/BeamRiderNoFrameskip-v4-dqn_atari-seed1
 # The training of this teacher was stopped after 1.1 million steps in the results.
@@ -46,7 +45,7 @@ done <<EOF
 Pong      3 $torch                      $pong       $taught
 Breakout  3 $torch                      $breakout   $taught
 BeamRider 3 $torch                      $beam_rider $taught
-Pong      3 $jax                        $pong_jax   $taught
+Pong      3 $jax                        $pong       $taught
 Pong      3 $torch-from-scratch         $pong       $scratch
 Breakout  3 $torch-from-scratch         $breakout   $scratch
 BeamRider 3 $torch-from-scratch         $beam_rider $scratch

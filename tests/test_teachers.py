@@ -142,11 +142,11 @@ def test_conversion_has_an_inverse(architecture: str, widths: tuple, num_actions
     assert all(np.array_equal(back[key], weights[key]) for key in weights)
 
 
-def test_embedded_teachers_are_one() -> None:
-    """Both demos have the same teacher, in the format of their script, and the DQN scripts have its layers."""
-    pong = ROOT / "teachers" / "PongNoFrameskip-v4"
-    teacher = load(qdagger, find_model(f"{pong}-dqn_atari-seed1", "dqn_atari"))
-    jax_teacher = load(qdagger_jax, find_model(f"{pong}-dqn_atari_jax-seed1", "dqn_atari_jax"))
+def test_embedded_teacher_in_both_scripts() -> None:
+    """Both find it by the default name of their teachers, and the DQN scripts have its layers."""
+    pong = str(ROOT / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1")
+    teacher = load(qdagger, find_model(pong, "dqn_atari"))
+    jax_teacher = load(qdagger_jax, find_model(pong, "dqn_atari_jax"))
     params = flax_params({name: value.numpy() for name, value in teacher.network.state_dict().items()})
     assert jax.tree.all(jax.tree.map(np.array_equal, params, jax_teacher.params))
     dqn_atari.QNetwork(6).load_state_dict(teacher.network.state_dict())
