@@ -15,13 +15,14 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	--distill-coefficient 6 --start-e 0.1 --teacher-steps 20000 --offline-steps 2000 --total-timesteps 10000 \
 	--learning-starts 1000 --train-frequency 16 --buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
 
-.PHONY: help demo demo-jax test test-gpu test-slurm test-newest test-lowest lint benchmark benchmark-gpu \
+.PHONY: help demo demo-jax test test-fast test-gpu test-slurm test-newest test-lowest lint benchmark benchmark-gpu \
 	docs docs-serve requirements clean
 
 help:
 	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 4 to 15 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
 	@echo "make test           run the tests, 5 to 11 minutes on 2 cores"
+	@echo "make test-fast      run those of networks, losses, replay buffer, environments and learning"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-slurm     run the tests that need a running Slurm, 5 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
@@ -43,6 +44,11 @@ demo-jax: $(VENV)/jax
 # Two processes, each on half of the cores; by file, since the tests of a file share runs.
 test: $(VENV)/test
 	$(RUN) $(PYTEST)
+
+# The tests of networks, losses, replay buffer, environments, schedules and learning, in PyTorch and JAX.
+FAST := atari learning libraries replay schedules update jax
+test-fast: $(VENV)/test
+	$(RUN) $(PYTEST) $(FAST:%=tests/test_%.py)
 
 # Both install into a fresh environment, and PyTorch with CUDA, which takes 8 GB on the disk.
 EVERYTHING := -e '.[atari,jax,plot,test]'

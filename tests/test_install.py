@@ -80,7 +80,7 @@ def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status
 @pytest.mark.posix
 def test_make_prints_the_flags_of_the_demo(tmp_path: Path) -> None:
     """`make -n demo` prints little besides them, also where nothing is installed."""
-    command = ["make", "--dry-run", f"VENV={tmp_path / 'venv'}", "demo"]
+    command = ["make", "--no-print-directory", "--dry-run", f"VENV={tmp_path / 'venv'}", "demo"]
     printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     assert printed[-1].startswith(
         f"{tmp_path}/venv/bin/python cleanrl/qdagger_dqn_atari_impalacnn.py --env-id Breakout"
