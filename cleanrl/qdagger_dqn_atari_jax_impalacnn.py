@@ -606,13 +606,13 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
 
 def log_losses(run: Run, phase: str, losses: Losses, step: int) -> None:
     """Log the losses of an update by CleanRL's names."""
-    tags = {name: f"losses/{name}" for name in losses._fields}
     if phase == "offline":
-        tags = {name: f"charts/offline/{name}" for name in ("loss", "distill_loss")} | {
-            "td_loss": "charts/offline/q_loss"
-        }
-    for name, tag in tags.items():
-        run.log(tag, getattr(losses, name), step)
+        run.log("charts/offline/loss", losses.loss, step)
+        run.log("charts/offline/q_loss", losses.td_loss, step)
+        run.log("charts/offline/distill_loss", losses.distill_loss, step)
+    else:
+        for name, term in losses._asdict().items():
+            run.log(f"losses/{name}", term, step)
 
 
 def set_up(args: Args) -> tuple[Args, Hardware]:

@@ -75,13 +75,12 @@ class AtariEnvs:
     ):
         rom, sticky = parse_env_id(env_id, repeat_action_probability)
         self.num_envs = num_envs
-        self.num_threads = min(num_envs, available_cores())
         remedy = "unset ALE_ROMS_DIR, or let it name a directory with the ROMs of ale-py"
         with user_errors(f"the ROM of {env_id} can't be read", remedy, OSError):
             self._envs = AtariVectorEnv(
                 rom,
                 num_envs,
-                num_threads=self.num_threads,
+                num_threads=min(num_envs, available_cores()),
                 repeat_action_probability=sticky,
                 max_num_frames_per_episode=MAX_FRAMES,
                 frameskip=FRAME_SKIP,
