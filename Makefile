@@ -15,7 +15,7 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 	--distill-coefficient 6 --start-e 0.1 --teacher-steps 20000 --offline-steps 2000 --total-timesteps 10000 \
 	--learning-starts 1000 --train-frequency 16 --buffer-size 10000 --teacher-eval-episodes 20 --eval-episodes 20
 
-.PHONY: help demo demo-jax test test-fast test-gpu test-slurm test-newest test-lowest lint benchmark benchmark-gpu \
+.PHONY: help demo demo-jax test test-fast test-gpu test-newest test-lowest lint benchmark benchmark-gpu \
 	docs docs-serve requirements clean
 
 help:
@@ -24,7 +24,6 @@ help:
 	@echo "make test           run the tests, 5 to 11 minutes on 2 cores"
 	@echo "make test-fast      run those of networks, losses, replay buffer, environments and learning"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
-	@echo "make test-slurm     run the tests that need a running Slurm, 5 minutes"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
 	@echo "make test-lowest    run the tests with the lowest versions that pyproject.toml allows, on Python 3.11"
 	@echo "make lint           run ruff check and ruff format --check"
@@ -72,10 +71,6 @@ test-gpu:
 
 benchmark-gpu:
 	benchmark/gpu.sh
-
-# Needs a running Slurm; without one, the tests are skipped.
-test-slurm: $(VENV)/test
-	$(RUN) -m pytest -m slurm tests/test_slurm.py
 
 lint: $(VENV)/test
 	$(VENV)/bin/ruff check .

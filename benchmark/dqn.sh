@@ -1,6 +1,6 @@
 #!/bin/sh
 # DQN teachers for the games of qdagger.sh: three seeds, both libraries, full size. Use a GPU.
-# Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
+# Arguments are passed to the runner, such as --workers 4.
 set -eu
 cd "$(dirname "$0")/.."
 for script in dqn_atari dqn_atari_jax; do

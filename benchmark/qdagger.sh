@@ -1,6 +1,6 @@
 #!/bin/sh
 # QDagger with teachers from the hub: three games, three seeds, both libraries, full size. Use a GPU.
-# Arguments are passed to the runner: --workers 4, or --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 8.
+# Arguments are passed to the runner, such as --workers 4.
 set -eu
 cd "$(dirname "$0")/.."
 for script in qdagger_dqn_atari_impalacnn qdagger_dqn_atari_jax_impalacnn; do

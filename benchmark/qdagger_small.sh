@@ -2,7 +2,6 @@
 # The runs of docs/results.md: students of the embedded teachers, ablations and training from scratch.
 # On one core of an AMD EPYC with AVX512-BF16, 50,000 online steps take about 30 minutes in PyTorch and an hour in JAX.
 # Arguments are passed to the runner. `only=REGEX benchmark/qdagger_small.sh` selects runs by "{game} {exp_name}".
-# On Slurm, PPO's students and the second generation fail at first: call it again when their teachers are finished.
 set -eu
 cd "$(dirname "$0")/.."
 

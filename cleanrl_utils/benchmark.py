@@ -1,4 +1,4 @@
-"""Run a script on several environments and seeds, on this machine or on Slurm.
+"""Run a script on several environments and seeds. On Slurm, benchmark/slurm.sh runs it in jobs.
 
     python -m cleanrl_utils.benchmark --env-ids PongNoFrameskip-v4 BreakoutNoFrameskip-v4 \\
         --command "python cleanrl/qdagger_dqn_atari_impalacnn.py --track" --num-seeds 3 --workers 2
@@ -14,7 +14,6 @@ import hashlib
 import math
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -25,7 +24,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -33,7 +31,6 @@ from cleanrl_utils.device import available_cores
 from cleanrl_utils.errors import UserError, one_line, one_line_errors, shell_command, user_errors
 
 LOGS = Path("logs")
-SUBMITTED = re.compile(r"^\[benchmark\] .* submitting to Slurm as (\S+)$", re.MULTILINE)
 # Only directories that lie directly in runs/ match. The runner resumes from them.
 RUN_DIR = re.compile(r"^run directory: (runs/[^./\n][^/\n]*)\n", re.MULTILINE)
 
@@ -50,25 +47,17 @@ class Args:
     start_seed: int = 1
     """the first seed"""
     workers: int = 0
-    """the number of runs at a time, which share CPU cores and GPUs; 0 prints the commands, or starts all on Slurm"""
+    """the number of runs at a time, which share CPU cores and GPUs; 0 prints the commands"""
     dry_run: bool = False
-    """print the commands of all runs, or with --cluster slurm the jobs that would be submitted, and start nothing"""
-    cluster: Literal["local", "slurm"] = "local"
-    """where to run"""
-    slurm_time: int = 1440
-    """the time limit of a job in minutes. A longer run saves a checkpoint before it, is queued again and resumes"""
-    slurm_gpus_per_task: int | None = None
-    """the number of GPUs of a run"""
-    slurm_total_cpus: int | None = None
-    """the number of CPU cores of a run"""
+    """print the commands of all runs and start nothing"""
 
 
 @dataclass
 class Job:
     """One run, known by its command line.
 
-    `state` is "pending", "interrupted" (it has a checkpoint), "queued" (on Slurm), "running" (also by another process),
-    "finished" or "failed". `reason` tells how its process ended, or why it was not started.
+    `state` is "pending", "interrupted" (it has a checkpoint), "running" (also by another process), "finished" or
+    "failed". `reason` tells how its process ended, or why it was not started.
     """
 
     env_id: str
@@ -78,7 +67,6 @@ class Job:
     state: str = "pending"
     reason: str = ""
     run_dir: Path | None = None
-    slurm_name: str | None = None
     process: subprocess.Popen | None = None
 
     def __post_init__(self) -> None:
@@ -101,11 +89,10 @@ class Job:
             log.write(os.fsencode(f"\n[benchmark] {time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"))
 
     def read_state(self) -> None:
-        """Set `run_dir` and `slurm_name` from the files, and `state` to "finished", "interrupted" or "pending"."""
+        """Set `run_dir` from the log, and `state` to "finished", "interrupted" or "pending"."""
         text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
         names = RUN_DIR.findall(text)
         self.run_dir = Path(names[-1]) if names else None
-        self.slurm_name = next(reversed(SUBMITTED.findall(text)), None)
         self.state = "pending"
         if self.run_dir and (self.run_dir / "finished").exists():  # a script writes it at its end
             self.state = "finished"
@@ -210,8 +197,8 @@ def visible_gpus() -> list[str]:
     return re.findall(r"\(UUID: (\S+)\)", usable)
 
 
-def run_locally(jobs: list[Job], workers: int) -> int:
-    """Run all unfinished jobs on this machine, ``workers`` at a time, and print each change of state.
+def run_jobs(jobs: list[Job], workers: int) -> int:
+    """Run all unfinished jobs, ``workers`` at a time, and print each change of state.
 
     Returns:
         The exit code: 0 if all runs are finished, otherwise 128 + the signal's number after a signal, otherwise 1.
@@ -257,122 +244,22 @@ def run_locally(jobs: list[Job], workers: int) -> int:
     return 128 + signals[0] if signals else 1
 
 
-# ==================== on Slurm ====================
-
-# If the runner runs in a job, SLURM_* and SRUN_* describe that job. New jobs would inherit its cores (SLURM_CPU_BIND)
-# or end because of another kind of memory limit (SLURM_MEM_PER_CPU). SQUEUE_* can hide jobs.
-NOT_INHERITED = ("SLURM_", "SRUN_", "SQUEUE_")
-INHERITED = ("SLURM_CONF", "SLURM_JWT")  # how to reach the cluster; also SLURM_CONF_SERVER
-ON_NODE = "from cleanrl_utils.benchmark import run_on_node; run_on_node()"
-PATIENCE = 120  # seconds for which a job asks a Slurm that does not answer
-
-
-def run_slurm(command: list[str], remedy: str, script: str | None = None, patience: int = 0) -> str:
-    """Run a command of Slurm, again for ``patience`` seconds while it fails, and return its output.
-
-    A :class:`UserError` with the ``remedy`` says that the command is missing or still fails.
-    """
-    if not shutil.which(command[0]):
-        raise UserError(f"{command[0]} was not found; {remedy}")
-    names = [name for name in os.environ if name.startswith(INHERITED) or not name.startswith(NOT_INHERITED)]
-    environment = {name: os.environ[name] for name in names}
-    end = time.monotonic() + patience
-    while True:
-        result = subprocess.run(command, input=script, env=environment, capture_output=True, text=True)
-        if result.returncode == 0:
-            return result.stdout
-        if time.monotonic() >= end:
-            raise UserError(f"{command[0]} failed ({' '.join(result.stderr.split())}); {remedy}")
-        time.sleep(10)
-
-
-def submit(jobs: list[Job], args: Args) -> int:
-    """Submit the jobs that are neither finished nor queued, or print the submission; return 1 if a job has failed."""
-    states = {}
-    if shutil.which("squeue") or not args.dry_run:  # before the files: those of a job that has left are complete
-        command = ["squeue", "--noheader", "--array", "--me", "--format=%j_%K %T"]
-        output = run_slurm(command, "run this command on a machine that submits to Slurm")
-        states = dict(re.findall(r"^(\S+_\d+) ([A-Z_]+) *$", output, re.MULTILINE))  # A site may print other lines.
-    # The array has a name of its own, noted before the submission. So a job that may be queued is looked up by it,
-    # whatever sbatch prints or returns.
-    name = f"{Path(jobs[0].script).stem}-{secrets.token_hex(4)}"
-    left: list[Job] = []
-    for job in jobs:
-        with job.fails_alone():
-            job.read_state()
-            if job.state != "finished" and job.slurm_name in states:
-                job.state = "queued" if states[job.slurm_name] == "PENDING" else "running"
-            elif job.state != "finished":
-                if not args.dry_run:
-                    job.note(f"submitting to Slurm as {name}_{len(left)}")
-                left.append(job)
-    if left:
-        command, script = job_array(left, name, args)
-        if args.dry_run:
-            print(f"{shlex.join(command)}\n{script}")
-        else:
-            run_slurm(command, "change the flags --slurm-* or the variables SBATCH_*", script)
-            print(f"{len(left)} submitted as {name}; errors of Slurm are in {LOGS}/{name}_*.out")
-            for job in left:
-                job.state = "queued"
-    return int(any(job.state == "failed" for job in jobs))
-
-
-def job_array(jobs: list[Job], name: str, args: Args) -> tuple[list[str], str]:
-    """Return the command that submits the jobs as an array, and the script for its standard input."""
-    options = {
-        "job-name": name,
-        "output": LOGS / f"{name}_%a.out",
-        "array": f"0-{len(jobs) - 1}%{args.workers or len(jobs)}",
-        "time": args.slurm_time,
-        "signal": f"USR2@{min(300, 15 * args.slurm_time)}",  # the seconds before the time limit
-        "gpus-per-node": args.slurm_gpus_per_task,
-    }
-    cpus = [f"--cpus-per-task={args.slurm_total_cpus}"] if args.slurm_total_cpus else []
-    command = ["sbatch", "--requeue", "--open-mode=append", "--ntasks=1", *cpus]
-    command += [f"--{option}={value}" for option, value in options.items() if value]
-    # Slurm sends its signals to the processes of srun, which does not inherit --cpus-per-task since Slurm 22.05.
-    on_node = ["srun", *cpus, sys.executable, "-c", ON_NODE]
-    tasks = [[*on_node, job.env_id, str(job.seed), job.script, *job.command] for job in jobs]
-    cases = "".join(f"{i}) {shlex.join(task)} ;;\n" for i, task in enumerate(tasks))
-    return command, f"#!/bin/sh\ncase $SLURM_ARRAY_TASK_ID in\n{cases}esac\n"
-
-
-def run_on_node() -> None:
-    """Run a job of the array, given by the arguments. A run that was stopped is queued again if it has a checkpoint."""
-    with one_line_errors():
-        env_id, seed, script, *command = sys.argv[1:]
-        job = Job(env_id, int(seed), script, command)
-        code = run_locally([job], 1)
-        # A script that cannot resume would start from the beginning after every time limit.
-        if code > 128 and job.state == "interrupted":
-            slurm_id = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-            remedy = "run the command of the benchmark again"
-            job_info = "JobState=RUNNING"  # if Slurm never answers: it kills a cancelled job after 30 seconds
-            with contextlib.suppress(UserError):
-                job_info = run_slurm(["scontrol", "show", "job", slurm_id], remedy, patience=PATIENCE)
-            if "JobState=RUNNING" in job_info:
-                run_slurm(["scontrol", "requeue", slurm_id], remedy, patience=PATIENCE)
-        sys.exit(code)
-
-
 def main() -> None:
     """Run the command line."""
     with one_line_errors():
         args = tyro.cli(Args, description=__doc__)
         jobs = make_jobs(args)
-        if args.cluster == "local" and (args.dry_run or args.workers < 1):
+        if args.dry_run or args.workers < 1:
             print("\n".join(shell_command(job.command) for job in jobs))
             if not args.dry_run:
                 print("these commands were not run; --workers 1 runs them, one at a time", file=sys.stderr)
             return
-        if not args.dry_run:
-            with user_errors("the logs need a directory", f"make {LOGS} one that you can write", OSError):
-                LOGS.mkdir(exist_ok=True)
-        code = submit(jobs, args) if args.cluster == "slurm" else run_locally(jobs, args.workers)
+        with user_errors("the logs need a directory", f"make {LOGS} one that you can write", OSError):
+            LOGS.mkdir(exist_ok=True)
+        code = run_jobs(jobs, args.workers)
         print_table(jobs)
-        if not args.dry_run and any(job.state != "finished" for job in jobs):
-            print("the same command again skips finished runs and resumes or submits the others")
+        if any(job.state != "finished" for job in jobs):
+            print("the same command again skips finished runs and resumes the others")
         sys.exit(code)
 
 

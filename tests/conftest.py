@@ -49,7 +49,7 @@ event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
 
 
 # Their tests are marked as posix, but importing them already fails on Windows.
-collect_ignore = ["test_benchmark.py", "test_slurm.py"] if sys.platform == "win32" else []
+collect_ignore = ["test_benchmark.py"] if sys.platform == "win32" else []
 
 
 def pytest_unconfigure() -> None:

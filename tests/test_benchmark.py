@@ -6,7 +6,6 @@ import os
 import pty
 import re
 import resource
-import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import tyro
 from helpers import fake_steps
 
 from cleanrl_utils import benchmark as runner_module
-from cleanrl_utils.benchmark import Args, Job, main, make_jobs, run_environment, run_locally, run_on_node, visible_gpus
+from cleanrl_utils.benchmark import Args, main, make_jobs, run_environment, run_jobs, visible_gpus
 from cleanrl_utils.errors import UserError
 
 pytestmark = pytest.mark.posix
@@ -141,15 +140,13 @@ def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
     assert all(part[:8] == list(range(8)) for part in fake_steps(("Broken", "Pong")))
 
 
-@pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_a_run_whose_log_cannot_be_opened_fails_alone(capsys: pytest.CaptureFixture, cluster: str):
+def test_a_run_whose_log_cannot_be_opened_fails_alone(capsys: pytest.CaptureFixture):
     """A directory stands for the log of another user, since the user root may open any file."""
-    fake_slurm()
     (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
     job.log.mkdir(parents=True)
-    assert benchmark(*BOTH, FAKE, "--cluster", cluster) == 1
+    assert benchmark(*BOTH, FAKE) == 1
     output = capsys.readouterr().out
-    assert re.search(r"^Breakout +1  (finished|queued) ", output, re.MULTILINE)
+    assert re.search(r"^Breakout +1  finished ", output, re.MULTILINE)
     assert re.search(r"^Pong +1  failed .*Is a directory", output, re.MULTILINE)
 
 
@@ -167,11 +164,10 @@ def test_a_program_that_cannot_be_started_fails_each_run(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("target", [None, "missing"])
-@pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_logs_that_are_no_directory_are_one_line(capsys: pytest.CaptureFixture, target: str | None, cluster: str):
+def test_logs_that_are_no_directory_are_one_line(capsys: pytest.CaptureFixture, target: str | None):
     """A file, or a link to a disk that is gone."""
     Path("logs").symlink_to(target) if target else Path("logs").touch()
-    assert benchmark(*BOTH, FAKE, "--cluster", cluster) == 2
+    assert benchmark(*BOTH, FAKE) == 2
     error = capsys.readouterr().err
     assert re.fullmatch("error: the logs need a directory: .*'logs'; make logs one that you can write\n", error)
 
@@ -245,13 +241,6 @@ def test_each_run_is_a_job_once():
         make_jobs(Args(["Pong"], FAKE, num_seeds=0))
 
 
-def test_a_dry_run_needs_neither_slurm_nor_poetry(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setenv("PATH", "")
-    flags = ["--command", "no-poetry run python cleanrl/fake_run.py", "--cluster", "slurm", "--dry-run"]
-    assert benchmark("--env-ids", "Pong", *flags) == 0
-    assert "no-poetry run python cleanrl/fake_run.py --env-id Pong --seed 3" in capsys.readouterr().out
-
-
 def test_windows_prints_commands_and_runs_none(monkeypatch: pytest.MonkeyPatch):
     code = """import fcntl, os, signal, sys
 sys.modules["fcntl"] = None
@@ -264,7 +253,7 @@ main()
     assert result.stdout == f"{FAKE} --env-id Pong --seed 1\n", result.stderr
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(UserError, match="needs Linux or macOS"):
-        run_locally([], 1)
+        run_jobs([], 1)
 
 
 def test_a_terminal_that_was_closed_does_not_stop_the_runner():
@@ -327,134 +316,21 @@ def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
         assert {environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for environment in environments} == {memory}
 
 
-SBATCH = r"""printf "%s\n" "$@" >flags.txt
-env >env.txt
-cat >sbatch.sh
-echo >>submissions.txt
-printf "$(sed -n 's/--job-name=//p' flags.txt)_%s PENDING\n" 0 1 2 3 >>squeue.txt
-"""
-
-
-def fake_slurm(sbatch: str = "echo Submitted batch job 7") -> None:
-    """Put programs in place of Slurm's: sbatch queues an array, squeue prints the queue, srun runs a command."""
-    program("sbatch", SBATCH + sbatch)
-    program("squeue", 'test -z "$SQUEUE_STATES" && cat squeue.txt')
-    program("srun", 'echo "$1" >srun.txt\nshift\nexec "$@"')
-    Path("squeue.txt").touch()
-
-
-def test_slurm_submission(capsys: pytest.CaptureFixture):
-    fake_slurm()
-    flags = shlex.split(f"""--env-ids Pong Breakout --command '{FAKE} --steps " 20"' --num-seeds 2 --workers 3
-        --cluster slurm --slurm-gpus-per-task 1 --slurm-total-cpus 5 --slurm-time 600""")
-    assert benchmark(*flags, "--dry-run") == 0
-    output = capsys.readouterr()
-    assert "4 pending" in output.out
-    assert not Path("logs").exists()
-    assert benchmark(*flags) == 0
-    submitted = capsys.readouterr().out
-    name = re.match(r"4 submitted as (fake_run-\w+); errors of Slurm are in logs/\1_\*\.out\n", submitted)[1]
-    lines = f"array=0-3%3 cpus-per-task=5 gpus-per-node=1 time=600 signal=USR2@300 job-name={name}"
-    assert {f"--{line}" for line in ("requeue", *lines.split())} <= set(Path("flags.txt").read_text().splitlines())
-    of_dry_run = re.sub(r"fake_run-\w{8}", name, output.out)
-    assert of_dry_run.startswith("sbatch --requeue ")
-    assert f"\n{Path('sbatch.sh').read_text()}\n" in of_dry_run
-    slurm_task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
-    assert subprocess.run(["sh", "sbatch.sh"], env=os.environ | slurm_task).returncode == 0  # as a node does
-    assert Path("srun.txt").read_text() == "--cpus-per-task=5\n"
-    assert fake_steps(("Breakout",), (2,)) == [list(range(20))]
-    # One is pending, one runs, and one has left the queue.
-    Path("squeue.txt").write_text(f"{name}_0 PENDING\n{name}_1 RUNNING\nother N/A RUNNING\n")
-    assert benchmark(*flags) == 0
-    output = capsys.readouterr().out
-    assert "2 queued, 1 running, 1 finished" in output
-    assert "1 submitted" in output
-    assert "--array=0-0%3" in Path("flags.txt").read_text()
-
-
-@pytest.mark.parametrize(
-    "sbatch",
-    [
-        "echo 'Welcome to the cluster'; echo 'Submitted batch job 7 on cluster b'; echo 'Cost: 3 CPU hours'",
-        "true",
-        "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1",
-    ],
-)
-def test_a_job_that_may_be_queued_is_not_submitted_again(capsys: pytest.CaptureFixture, sbatch: str):
-    """Whatever the commands of a site print: a banner, nothing, or an error after the job was queued."""
-    fake_slurm(sbatch)
-    program("squeue", "echo 'Welcome to the cluster'; cat squeue.txt")
-    for _ in range(3):
-        benchmark(*BOTH, FAKE, "--cluster", "slurm")
-    assert Path("submissions.txt").read_text() == "\n"
-    assert "2 queued\n" in capsys.readouterr().out
-
-
-def test_jobs_do_not_inherit_the_job_that_submits_them(monkeypatch: pytest.MonkeyPatch):
-    fake_slurm()
-    kept = {"SLURM_CONF", "SLURM_JWT", "SBATCH_QOS"}
-    for name in (*kept, "SLURM_JOB_ID", "SLURM_CPU_BIND", "SLURM_MEM_PER_CPU", "SRUN_CPUS_PER_TASK", "SQUEUE_STATES"):
-        monkeypatch.setenv(name, "1")
-    assert benchmark(*PONG, FAKE, "--cluster", "slurm") == 0
-    names = {line.partition("=")[0] for line in Path("env.txt").read_text().splitlines()}
-    assert {name for name in names if name.startswith(("SLURM", "SRUN", "SBATCH", "SQUEUE"))} == kept
-
-
-def test_slurm_that_fails_or_is_missing_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    fake_slurm()
-    flags = ["--env-ids", "Pong", "--command", FAKE, "--cluster", "slurm"]
-    program("sbatch", "echo 'sbatch: error: invalid\n partition' >&2; exit 1")
-    assert benchmark(*flags) == 2
-    assert capsys.readouterr().err.startswith("error: sbatch failed (sbatch: error: invalid partition); change ")
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    assert benchmark(*flags) == 2
-    assert "error: squeue was not found; run this command on a machine that submits" in capsys.readouterr().err
-
-
-def stop_on_node(monkeypatch: pytest.MonkeyPatch, state: str) -> int:
-    """Run a job that a signal stops in this state, on a node without squeue; return the exit code."""
-
-    def stopped(jobs: list[Job], workers: int) -> int:
-        jobs[0].state = state
-        return 128 + signal.SIGUSR2
-
-    monkeypatch.setattr(runner_module, "run_locally", stopped)
-    monkeypatch.setattr(runner_module, "PATIENCE", 0.5)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(sys, "argv", ["-c", "Pong", "1", "cleanrl/fake_run.py", *shlex.split(FAKE)])
-    for name, value in {"PATH": f"{Path.cwd()}/bin", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as stop:
-        run_on_node()
-    return stop.value.code
-
-
-RUNNING = "if test $1 = show; then echo 'JobId=8 ArrayJobId=7 JobState=RUNNING Reason=None'; exit; fi\n"
-FAILS_ONCE = "test -e tried || { echo >tried; exit 1; }\n"
-
-
-@pytest.mark.parametrize(
-    ("scontrol", "state", "requeues"),
-    [
-        (RUNNING, "interrupted", 1),
-        (FAILS_ONCE + "echo JobState=COMPLETING", "interrupted", 0),
-        (RUNNING + FAILS_ONCE, "interrupted", 2),
-        ("test $1 = requeue", "interrupted", 1),
-        ("echo JobState=COMPLETING", "interrupted", 0),  # after scancel
-        (RUNNING, "pending", 0),  # no checkpoint
-    ],
-)
-def test_a_stopped_job_is_queued_again(monkeypatch: pytest.MonkeyPatch, scontrol: str, state: str, requeues: int):
-    program("scontrol", f'echo "$*" >>calls.txt\n{scontrol}')
-    Path("calls.txt").touch()
-    assert stop_on_node(monkeypatch, state) == 128 + signal.SIGUSR2
-    calls = [call for call in Path("calls.txt").read_text().splitlines() if call != "show job 7_3"]
-    assert calls == ["requeue 7_3"] * requeues
-
-
-def test_a_node_without_scontrol_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    assert stop_on_node(monkeypatch, "interrupted") == 2
-    assert capsys.readouterr().err == "error: scontrol was not found; run the command of the benchmark again\n"
+def test_a_slurm_job_trains_its_seed_and_is_queued_again_after_the_time_limit():
+    """With programs in place of Slurm's: the time limit's signal reaches the processes of srun, not the job's shell."""
+    program("srun", 'echo "$SRUN_CPUS_PER_TASK" >>srun.txt\n"$@" & echo $! >runner.txt\nwait $!')
+    program("scontrol", 'echo "$*" >>scontrol.txt')
+    job = [str(ROOT / "benchmark" / "slurm.sh"), "--env-ids", "Pong", "--command", f"{FAKE} --steps 60 --save-every 0"]
+    slurm = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "5"}
+    stopped = subprocess.Popen(job, env=os.environ | slurm)
+    eventually(lambda: done("Pong", 3) > 7)
+    os.kill(int(Path("runner.txt").read_text()), signal.SIGUSR2)
+    assert stopped.wait(60) == 128 + signal.SIGUSR2
+    assert Path("scontrol.txt").read_text() == "requeue 7_3\n"
+    assert subprocess.run(job, env=os.environ | slurm).returncode == 0
+    assert fake_steps(("Pong",), (3,)) == [list(range(60))]
+    assert Path("srun.txt").read_text() == "5\n5\n"
+    assert Path("scontrol.txt").read_text() == "requeue 7_3\n"
 
 
 @pytest.mark.parametrize("name", ["qdagger", "dqn", "qdagger_small"])

@@ -33,7 +33,6 @@ PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("teachers/*/READM
 SCRIPTS = [ROOT / f"cleanrl/{algorithm}.py" for algorithm in ("dqn_atari", "dqn_atari_jax")]
 SCRIPTS += [ROOT / f"cleanrl/qdagger_dqn_atari{library}_impalacnn.py" for library in ("", "_jax")]
 FOREIGN = {"--help", "--extra", "--torch-backend", "--init"}  # of other programs
-FOREIGN |= {"--slurm-template-path", "--slurm-nodes", "--auto-tag"}  # of CleanRL's runner
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
