@@ -73,9 +73,7 @@ class Args:
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
-    """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
-    repeat_action_probability: float | None = None
-    """probability of a sticky action per frame (paper: 0.25); the default is the id's own: 0 for -v4, 0.25 for -v5"""
+    """the environment: {Game}NoFrameskip-v4 or, with sticky actions of probability 0.25, ALE/{Game}-v5"""
     num_envs: Annotated[int, Range(1, 1000)] = 16
     """parallel environments, halved while a buffer or the run is too small; updates per step do not depend on them"""
 
@@ -630,7 +628,7 @@ def times_due(start: int, end: int, every: int) -> int:
 def main(args: Args) -> None:
     # ==================== setup ====================
     args, hardware = set_up(args)
-    make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
+    make_envs = functools.partial(AtariEnvs, args.env_id)
     envs = make_envs(num_envs=args.num_envs)
     default_teacher = f"cleanrl/{args.env_id.replace('/', '-')}-{args.teacher_model_exp_name}-seed1"
     teacher_path = find_model(args.teacher_policy_hf_repo or default_teacher, args.teacher_model_exp_name)

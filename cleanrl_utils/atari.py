@@ -31,11 +31,11 @@ class StepResult(NamedTuple):
     episodes: list[tuple[int, int, int]]  # (environment, return, length in steps) of each episode in `reset`
 
 
-def parse_env_id(env_id: str, repeat_action_probability: float | None = None) -> tuple[str, float]:
+def parse_env_id(env_id: str) -> tuple[str, float]:
     """Return ale-py's name of the ROM and the probability of a sticky action per frame; UserError for another id.
 
-    An id is ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, of any single-player game that ale-py ships. Without
-    ``repeat_action_probability``, the first has no sticky actions and the second 0.25 (Machado et al., 2018).
+    An id is ``{Game}NoFrameskip-v4`` or ``ALE/{Game}-v5``, of any single-player game that ale-py ships. The first has
+    no sticky actions, the second has probability 0.25 (Machado et al., 2018).
     """
     match = re.fullmatch(r"(?:ALE/(?P<v5>\w+)-v5)|(?:(?P<v4>\w+)NoFrameskip-v4)", env_id)
     if match is None:
@@ -45,10 +45,7 @@ def parse_env_id(env_id: str, repeat_action_probability: float | None = None) ->
         rom = gym.spec(f"ALE/{match['v5'] or match['v4']}-v5").kwargs["game"]
     except gym.error.Error as error:
         raise UserError(f"--env-id {env_id!r} is not a single-player game: {error} `{LIST_GAMES}` lists all") from error
-    sticky = (0.25 if match["v5"] else 0.0) if repeat_action_probability is None else repeat_action_probability
-    if not 0 <= sticky < 1:
-        raise UserError(f"--repeat-action-probability is {sticky}; it must be at least 0 and below 1")
-    return rom, sticky
+    return rom, 0.25 if match["v5"] else 0.0
 
 
 class AtariEnvs:
@@ -66,14 +63,8 @@ class AtariEnvs:
     See also :func:`parse_env_id`.
     """
 
-    def __init__(
-        self,
-        env_id: str,
-        num_envs: int,
-        repeat_action_probability: float | None = None,
-        **images: Any,
-    ):
-        rom, sticky = parse_env_id(env_id, repeat_action_probability)
+    def __init__(self, env_id: str, num_envs: int, **images: Any):
+        rom, sticky = parse_env_id(env_id)
         self.num_envs = num_envs
         remedy = "unset ALE_ROMS_DIR, or let it name a directory with the ROMs of ale-py"
         with user_errors(f"the ROM of {env_id} can't be read", remedy, OSError):

@@ -33,7 +33,7 @@ class Args:
     hf_repository: str = ""
     """hub repository, directory or file of the model; by default {hf_entity}/{env_id}-{exp_name}-seed{seed}"""
     env_id: str = "BreakoutNoFrameskip-v4"
-    """the environment: {Game}NoFrameskip-v4 or ALE/{Game}-v5"""
+    """the environment: {Game}NoFrameskip-v4 or, with sticky actions of probability 0.25, ALE/{Game}-v5"""
     eval_episodes: int = 10
     """episodes to play"""
     capture_video: bool = False
@@ -42,8 +42,6 @@ class Args:
     """QDagger script that loads the model; by default JAX's if the model's name has `_jax` or PyTorch is missing"""
     epsilon: float = 0.01
     """probability of a random action"""
-    repeat_action_probability: float | None = None
-    """probability of a sticky action, per frame; by default 0 for -v4 and 0.25 for -v5"""
 
 
 def choose_script(model_name: str) -> Path:
@@ -76,8 +74,8 @@ def main(args: Args) -> np.ndarray:
     """Play the episodes, print statistics of their returns, and return them, (episodes,)."""
     if args.eval_episodes < 1 or not 0 <= args.epsilon <= 1 or not 0 <= args.seed < 2**32:
         raise UserError("--eval-episodes must be at least 1, --epsilon from 0 to 1, --seed from 0 to 2^32 - 1")
-    _, sticky = parse_env_id(args.env_id, args.repeat_action_probability)
-    make_envs = functools.partial(AtariEnvs, args.env_id, repeat_action_probability=args.repeat_action_probability)
+    _, sticky = parse_env_id(args.env_id)
+    make_envs = functools.partial(AtariEnvs, args.env_id)
     envs = make_envs(num_envs=1)
     envs.close()
     repo = args.hf_repository or repository_name(args)

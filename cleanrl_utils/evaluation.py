@@ -12,7 +12,7 @@ from tqdm import tqdm
 from cleanrl_utils.atari import STREAMS, AtariEnvs
 from cleanrl_utils.errors import one_line, shell_command, warn
 from cleanrl_utils.report import draw_run
-from cleanrl_utils.tracking import VIDEOS, game_flags, script_of
+from cleanrl_utils.tracking import VIDEOS, script_of
 
 # From observations, uint8 (B, 4, 84, 84), and random numbers to actions, int64 (B,).
 Act = Callable[[np.ndarray, np.random.Generator], np.ndarray]
@@ -151,5 +151,5 @@ def summarise(args: Any, run_dir: Path, returns: Mapping[str, Sequence[float]]) 
         watch = ["python", "-m", "cleanrl_utils.enjoy", "--hf-repository", str(models[-1])]
         if "teacher" in returns:  # a DQN script's network is that of a teacher, which the scripts of QDagger read
             watch += ["--script", str(script_of(args))]
-        watch += [*game_flags(args), "--epsilon", str(args.end_e)]
+        watch += ["--env-id", args.env_id, "--epsilon", str(args.end_e)]
         print(f"watch the agent:     {shell_command([*watch, '--capture-video'])}")

@@ -1,7 +1,6 @@
 """Upload a trained model to the Hugging Face Hub."""
 
 import pprint
-import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,7 +13,7 @@ from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors, warn
 from cleanrl_utils.files import atomic_write
-from cleanrl_utils.tracking import VIDEOS, game_flags, script_of, versions
+from cleanrl_utils.tracking import VIDEOS, script_of, versions
 
 NEEDS = "--upload-model needs a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset"
 
@@ -88,7 +87,6 @@ def model_card(args: Any, repo: str, returns: Sequence[float]) -> str:
     qdagger = script  # a QDagger script has DQN's network too
     if not hasattr(args, "teacher_policy_hf_repo"):
         qdagger = f"qdagger_dqn_atari{'_jax' if '_jax' in script else ''}_impalacnn.py"
-    game = shlex.join(game_flags(args))
     return f"""---
 {metadata.to_yaml()}
 ---
@@ -97,9 +95,10 @@ Mean return {result} over {len(returns)} episodes at epsilon {args.end_e} (whole
 with {versions()}.
 To watch it play, and to use it as a teacher:
 ```bash
-python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} {game} --epsilon {args.end_e} \\
-    --script cleanrl/{qdagger}
-python cleanrl/{qdagger} --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name} {game}
+python -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name {args.exp_name} \\
+    --env-id {args.env_id} --epsilon {args.end_e} --script cleanrl/{qdagger}
+python cleanrl/{qdagger} --env-id {args.env_id} \\
+    --teacher-policy-hf-repo {repo} --teacher-model-exp-name {args.exp_name}
 ```
 Hyperparameters of `cleanrl/{script}`:
 ```python

@@ -40,13 +40,6 @@ def script_of(args: Any) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def game_flags(args: Any) -> list[str]:
-    """Return the flags with which other commands play the game of a run."""
-    sticky = args.repeat_action_probability
-    flags = [] if sticky is None else ["--repeat-action-probability", str(sticky)]
-    return ["--env-id", args.env_id, *flags]
-
-
 def versions() -> str:
     """Return the versions of the packages that decide results: ``ale-py 0.12.1, gymnasium 1.4.0, torch 2.13.0``."""
     libraries = [name for name in ("torch", "jax") if name in sys.modules]

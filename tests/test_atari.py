@@ -190,7 +190,7 @@ def test_fire_at_starts_and_after_a_lost_life(name: str, has_fire: bool, actions
 
 def test_fire_is_not_lost_to_sticky_actions() -> None:
     """FIRE serves the ball although each of its four frames may repeat the no-op before."""
-    with closing(AtariEnvs("BreakoutNoFrameskip-v4", 8, repeat_action_probability=0.25)) as envs:
+    with closing(AtariEnvs("ALE/Breakout-v5", 8)) as envs:
         envs.reset(1, "online")
         lost = np.zeros(8, bool)
         for _ in range(60):
@@ -198,10 +198,10 @@ def test_fire_is_not_lost_to_sticky_actions() -> None:
     assert lost.sum() >= 7
 
 
-def trajectory(env_id: str, num_envs: int, seed: int, sticky: float | None = None) -> np.ndarray:
+def trajectory(env_id: str, num_envs: int, seed: int) -> np.ndarray:
     """Return 51 frames of fixed actions, the same in all environments; uint8 (51, num_envs, 84, 84)."""
     rng = np.random.default_rng(0)
-    with closing(AtariEnvs(env_id, num_envs, sticky)) as envs:
+    with closing(AtariEnvs(env_id, num_envs)) as envs:
         frames = [envs.reset(seed, "online")[:, -1].copy()]
         for _ in range(50):
             action = np.full(num_envs, rng.integers(envs.num_actions))
@@ -275,12 +275,10 @@ def test_reset_starts_all_over() -> None:
     np.testing.assert_array_equal(*found)
 
 
-def test_sticky_actions_follow_id_and_flag() -> None:
-    """-v5 has sticky actions and -v4 has none, unless the flag says otherwise."""
+def test_sticky_actions_follow_the_id() -> None:
+    """-v5 has sticky actions and -v4 has none."""
     plain = trajectory("PongNoFrameskip-v4", 1, 1)
     sticky = trajectory("ALE/Pong-v5", 1, 1)
-    np.testing.assert_array_equal(plain, trajectory("ALE/Pong-v5", 1, 1, sticky=0.0))
-    np.testing.assert_array_equal(sticky, trajectory("PongNoFrameskip-v4", 1, 1, sticky=0.25))
     np.testing.assert_array_equal(plain[0], sticky[0])  # no-ops repeat no-ops
     assert (plain != sticky).any()
 
@@ -313,7 +311,6 @@ def test_every_rom_has_both_spellings() -> None:
         name = rom.title().replace("_", "")
         assert parse_env_id(f"ALE/{name}-v5") == (rom, 0.25)
         assert parse_env_id(f"{name}NoFrameskip-v4") == (rom, 0.0)
-        assert parse_env_id(f"ALE/{name}-v5", 0.0) == (rom, 0.0)
     for rom in MULTIPLAYER:
         with pytest.raises(UserError, match="is not a single-player game"):
             parse_env_id(f"ALE/{rom.title().replace('_', '')}-v5")
@@ -326,12 +323,6 @@ def test_unusual_games(name: str) -> None:
         envs.reset(1, "online")
         for action in (0, envs.num_actions - 1):
             assert envs.step(np.array([action])).observation.shape == (1, 4, 84, 84)
-
-
-@pytest.mark.parametrize("sticky", [-0.1, 1.0, float("nan")])
-def test_impossible_sticky_actions(sticky: float) -> None:
-    with pytest.raises(UserError, match="--repeat-action-probability"):
-        parse_env_id("ALE/Pong-v5", sticky)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def full_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     flags = "--seed 2 --num-envs 4 --teacher-eval-episodes 1 --eval-episodes 5 --teacher-steps 200 --offline-steps 100 "
     flags += f"--offline-eval-frequency 65 --total-timesteps {FULL_STEPS} --learning-starts 40 --buffer-size 200 "
     flags += "--batch_size 4 --train_frequency 32 --exploration-fraction 0.5 --end-e 0.8 --temperature 1 --save-model "
-    flags += f"--n-step 3 --repeat-action-probability 0.25 --distill-coefficient 2 --env-id {FULL_GAME} --track "
+    flags += f"--n-step 3 --distill-coefficient 2 --env-id {FULL_GAME} --track "
     flags += "--online-eval-frequency 500 "
     environ = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     if script == STUDENT:
@@ -207,7 +207,7 @@ def test_summary(full_run: FinishedRun, monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.chdir(full_run.folder)
     monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 240)
     words = watch(summary)
-    assert words[-5:] == ["--repeat-action-probability", "0.25", "--epsilon", "0.8", "--capture-video"]
+    assert words[-5:] == ["--env-id", FULL_GAME, "--epsilon", "0.8", "--capture-video"]
     model = Path("runs", full_run.run_dir.name, f"{full_run.script}.cleanrl_model")
     played, video = re.findall("(?:with|video:) (.*)$", capsys.readouterr().out, re.MULTILINE)
     assert Path(played) == model
@@ -578,8 +578,7 @@ def test_value_out_of_range(script: Any) -> None:
     """Every number has limits, and what is beyond them is refused in one line with the flag, value and limits."""
     limits = annotations(script.Args, Range)
     numbers = {name for name, hint in get_type_hints(script.Args).items() if {int, float} & {hint, *get_args(hint)}}
-    # Which probabilities a game can have is known to AtariEnvs, below.
-    assert numbers - {"repeat_action_probability"} == limits.keys()
+    assert numbers == limits.keys()
     assert limits.keys() <= NONSENSE.keys()
     for name, (low, high) in limits.items():
         for value in (NONSENSE[name], low - 1, high + 1, -(10**400), 10**400, math.nan, math.inf, -math.inf):
@@ -587,11 +586,6 @@ def test_value_out_of_range(script: Any) -> None:
             assert message == f"{flag(name)} is {value!s:.20}; it must be between {low} and {high}"
         for value in (low, high):
             assert "it must be between" not in complaint(script, script.Args(**{name: value}))
-
-
-@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
-def test_sticky_actions_out_of_range(value: float, teacher: Path) -> None:
-    assert_refused(tiny(teacher, repeat_action_probability=value), "--repeat-action-probability", str(value))
 
 
 @pytest.mark.parametrize(

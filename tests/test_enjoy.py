@@ -133,7 +133,7 @@ def test_greedy_episodes_repeat(directory: Path, capsys: pytest.CaptureFixture) 
     returns = play(directory, epsilon=0, eval_episodes=3)
     warning = f"WARNING: 3 episodes have {len(set(returns))} different returns: "
     assert warning in capsys.readouterr().err
-    for flags in ({"epsilon": 0.01}, {"repeat_action_probability": 0.1}):
+    for flags in ({"epsilon": 0.01}, {"env_id": "ALE/Alien-v5"}):
         play(directory, **{"epsilon": 0} | flags)
         assert "WARNING" not in capsys.readouterr().err
 
@@ -146,9 +146,9 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
     with pytest.raises(UserError, match=r"^'lab/ALE-Alien-v5-c51_atari-seed2' can't be loaded .*: division by zero; "):
         play("", **flags)
-    play(directory, repeat_action_probability=0.1)
+    play(directory)
     _, _, episodes, make_envs, seed, video_dir = asked[0]
-    assert (make_envs.args, make_envs.keywords) == ((GAME,), {"repeat_action_probability": 0.1})
+    assert make_envs.args == (GAME,)
     assert (episodes, seed, video_dir) == (2, 5, None)
 
 

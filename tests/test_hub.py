@@ -261,7 +261,6 @@ class Args:
     hf_entity: str = ""
     upload_model: bool = True
     capture_video: bool = False
-    repeat_action_probability: float | None = None
     cuda: bool = True
     learning_rate: float = 1e-4
     end_e: float = 0.01
@@ -327,7 +326,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> Commits:
 @pytest.mark.parametrize(("entity", "owner"), [("", "alice"), ("lab", "lab")])
 def test_upload_is_one_commit_of_everything(entity: str, owner: str, upload: Upload, commits: Commits) -> None:
     repo = f"{owner}/ALE-Pong-v5-test_hub-seed3"
-    flags = {"cuda": False, "repeat_action_probability": 0.1, "capture_video": True, "learning_rate": 0.5}
+    flags = {"cuda": False, "capture_video": True, "learning_rate": 0.5}
     out, err = upload(hf_entity=entity, **flags)
     assert (out, err) == (f"model uploaded to https://hub/{repo}\n", "")
     [(committed_to, files)] = commits
@@ -341,11 +340,10 @@ def test_upload_is_one_commit_of_everything(entity: str, owner: str, upload: Upl
     assert metadata["model-index"][0]["results"][0]["metrics"][0]["value"] == "19.00 +/- 1.00"
     assert "Mean return 19.00 +/- 1.00 over 2 episodes at epsilon 0.01" in text
     assert f"\nwith {versions()}.\n" in text
-    game = "--env-id ALE/Pong-v5 --repeat-action-probability 0.1"
-    play = f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub {game} --epsilon 0.01 \\\n"
-    assert f"{play}    --script cleanrl/qdagger_dqn_atari_impalacnn.py\n" in text
-    teach = f"python cleanrl/qdagger_dqn_atari_impalacnn.py --teacher-policy-hf-repo {repo}"
-    assert f"\n{teach} --teacher-model-exp-name test_hub {game}\n" in text
+    play = f"\npython -m cleanrl_utils.enjoy --hf-repository {repo} --exp-name test_hub \\\n"
+    assert f"{play}    --env-id ALE/Pong-v5 --epsilon 0.01 --script cleanrl/qdagger_dqn_atari_impalacnn.py\n" in text
+    teach = "python cleanrl/qdagger_dqn_atari_impalacnn.py --env-id ALE/Pong-v5 \\\n"
+    assert f"\n{teach}    --teacher-policy-hf-repo {repo} --teacher-model-exp-name test_hub\n" in text
     hyperparameters = text.partition("`cleanrl/test_hub.py`:\n```python\n")[2].removesuffix("```\n")
     assert ast.literal_eval(hyperparameters) == vars(Args(hf_entity=entity, **flags))
 
@@ -356,7 +354,7 @@ def test_model_card_of_a_changed_script() -> None:
     student.__module__ = __name__
     card = model_card(student(), "lab/student", [1.0])
     assert " --script cleanrl/test_hub.py\n" in card
-    assert "\npython cleanrl/test_hub.py --teacher-policy-hf-repo lab/student " in card
+    assert "\npython cleanrl/test_hub.py --env-id ALE/Pong-v5 \\\n    --teacher-policy-hf-repo lab/student " in card
 
 
 @pytest.mark.parametrize("failing", ["create_repo", "upload_folder"])

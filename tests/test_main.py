@@ -32,7 +32,7 @@ from cleanrl_utils.run import Run
 LOG_EVERY = 20
 STEPS_PER_SECOND = 1024  # by the recorder's clock; powers of two give exact quotients
 UPDATES_PER_SECOND = 256
-EVERY_SIZE = {"repeat_action_probability": 0.125, "bf16": False, "checkpoint_minutes": 60, "seed": 7, "tau": 0.5}
+EVERY_SIZE = {"bf16": False, "checkpoint_minutes": 60, "seed": 7, "tau": 0.5}
 EVERY_SIZE |= {"start_e": 0.9, "end_e": 0.2, "exploration_fraction": 0.8, "distill_coefficient": 0.75}
 EVERY_SIZE |= {"warmup_updates": 14, "online_learning_rate": 2e-3, "final_learning_rate": 5e-4, "learning_rate": 1e-3}
 EVERY_SIZE |= {"eval_episodes": 4, "teacher_eval_episodes": 2, "temperature": 0.5}
@@ -270,8 +270,7 @@ def test_sizes_of_phases_and_replay_buffers(run: Recorder) -> None:
 def test_environments_have_the_flags(run: Recorder) -> None:
     """Training, evaluations and videos are of the same game."""
     for i, each in enumerate(run.of("init_envs")):
-        for name in ("env_id", "repeat_action_probability"):
-            assert each.flags[name] == getattr(run.args, name)
+        assert each.flags["env_id"] == run.args.env_id
         assert each.flags["num_envs"] == (1 if i else run.args.num_envs)
 
 
