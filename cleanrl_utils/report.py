@@ -9,7 +9,6 @@ import itertools
 import math
 import operator
 import re
-import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,34 +101,9 @@ class Run:
 COLUMNS = [column for column in fields(Run) if column.compare]  # of results.csv
 
 
-def read_records(path: Path) -> list[bytes]:
-    """Read the records of an event file, also those after a damaged one, with a warning."""
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-    data = path.read_bytes()
-    records = []
-    lost = 0
-    start = 0
-    while start + 12 <= len(data):
-        length, checksum = struct.unpack_from("<QI", data, start)
-        end = start + 12 + length
-        if 0 < length < 2**32 and checksum == masked_crc32c(data[start : start + 8]):
-            if end + 4 > len(data):  # the run has not written all of it yet, or was killed
-                break
-            record = data[start + 12 : end]
-            if struct.unpack_from("<I", data, end)[0] == masked_crc32c(record):
-                records.append(record)
-                start = end + 4
-                continue
-        start += 1  # the next record is searched for
-        lost += 1
-    if lost:
-        warn(f"{path} is damaged; {lost:,} of its {len(data):,} bytes can't be read")
-    return records
-
-
 def read_events(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Read the curves of a run, float64 (N, 2) of steps and values by tag, and its flags."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     def starts(event: Event) -> bool:
@@ -138,7 +112,7 @@ def read_events(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
     # A resumed run starts a file at a later step. TensorBoard sorts by name only, so by a clock that may be behind.
     files = []
     for path in directory.glob(EVENT_FILES):
-        events = [Event.FromString(record) for record in read_records(path)]
+        events = [*LegacyEventFileLoader(str(path)).Load()]
         files.append((next((event.step for event in events if starts(event)), 0), path.name, events))
     points = defaultdict(list)
     flags: dict[str, str] = {}
