@@ -56,8 +56,10 @@ OTHERS = {
     "Pong": ("20.25", "19.72", "18.75", "not published"),
 }
 FULL_SIZE = "2,500,000 steps"
+EMBEDDED = "embedded student"
 LABELS = {
     "qdagger-2.5M": FULL_SIZE,
+    "embedded": EMBEDDED,
     "demo": "make demo (10,000 steps)",
     "qdagger_dqn_atari_impalacnn": QDAGGER,
     "qdagger_dqn_atari_impalacnn-1-step": "1-step returns",
@@ -171,6 +173,19 @@ def table_of_full_size(runs: Sequence[Run]) -> str:
     return markdown(f"Online steps | {' | '.join(games)}", rows)
 
 
+def table_of_embedded(runs: Sequence[Run]) -> str:
+    """Format a table with the evaluations of the students in ``teachers/``."""
+    rows = []
+    for run in runs:
+        if run.exp_name == EMBEDDED:
+            evaluations = ", ".join(f"{step:,}: {mean:,.1f}" for step, mean in run.evaluations.items())
+            steps = [f"{run.offline_updates:,}", f"{run.online_steps:,}"]
+            final = f"{run.final_return:,.1f} ± {run.final_standard_error:,.1f}"
+            rows.append([run.game, f"{run.teacher_return:,.1f}", final, *steps, evaluations])
+    head = "Game | Teacher | Student ± standard error | Offline updates | Online steps"
+    return markdown(f"{head} | Student by online steps", rows)
+
+
 def tables(runs: Sequence[Run]) -> dict[str, str]:
     """Return the text of each marked part of the pages."""
     missing = [sum(not getattr(run, column) for run in runs) for column in ("versions", "commit")]
@@ -180,6 +195,7 @@ def tables(runs: Sequence[Run]) -> dict[str, str]:
         "readme": table_of_readme(runs),
         "others": table_of_others(runs),
         "full size": table_of_full_size(runs),
+        "embedded": table_of_embedded(runs),
         "older rows": found.format(missing[0], len(runs), missing[1]),
     }
 
