@@ -156,7 +156,7 @@ def weights_of(agent: Any) -> list[dict[Any, np.ndarray]]:
         networks = [network.state_dict() for network in (agent.q_network, agent.target_network)]
     else:
         networks = [flatten_dict(params) for params in (agent.state.params, agent.state.target_params)]
-    return [{name: np.array(array) for name, array in network.items()} for network in networks]
+    return [{name: np.asarray(array).copy() for name, array in network.items()} for network in networks]
 
 
 @pytest.mark.usefixtures("small_networks")
