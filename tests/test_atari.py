@@ -364,6 +364,11 @@ def by_brightness(observation: np.ndarray, rng: np.random.Generator | None = Non
 EPISODES = 7
 
 
+def by_checksum(observation: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
+    """Return actions of four that depend on every pixel."""
+    return observation.astype(np.int64).sum(axis=(1, 2, 3)) % 4
+
+
 @pytest.fixture(scope="module")
 def played_alone() -> list[int]:
     """Return the returns of the episodes of an evaluation, each played in a loop of its own."""
@@ -371,14 +376,14 @@ def played_alone() -> list[int]:
     for number in range(EPISODES):
         with closing(BREAKOUT(1)) as envs:
             observation = envs.reset(1, "evaluation", number)
-            while not (result := envs.step(by_brightness(observation))).episodes:
+            while not (result := envs.step(by_checksum(observation))).episodes:
                 observation = result.observation
             returns.append(result.episodes[0][1])
     assert len(set(returns)) > 2
     return returns
 
 
-@pytest.mark.parametrize(("parallel", "sizes"), [(1, {1}), (3, {4, 2, 1}), (64, {8, 4, 2, 1})])
+@pytest.mark.parametrize(("parallel", "sizes"), [(1, {1}), (3, {4, 2, 1}), (64, {8, 2, 1})])
 def test_every_episode_that_starts_counts(
     parallel: int, sizes: set[int], played_alone: list[int], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -396,7 +401,7 @@ def test_every_episode_that_starts_counts(
 
     def act(observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         found.add(len(observation))
-        return by_brightness(observation)
+        return by_checksum(observation)
 
     returns = play_episodes("name", act, EPISODES, make_envs, seed=1)
     assert returns == played_alone
