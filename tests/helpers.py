@@ -1,10 +1,10 @@
 """Helpers of several test files: small runs, small networks, and reading what a run wrote."""
 
-import inspect
+import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ import torch
 from flax.traverse_util import unflatten_dict
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cleanrl_utils.atari import StepResult
 from cleanrl_utils.models import torch_to_flax
 
 REPO = Path(__file__).parent.parent
@@ -38,16 +39,17 @@ Scalars = dict[str, list[tuple[int, float]]]  # the points (step, value) of each
 
 
 class SmallNetwork(torch.nn.Module):
-    """A Q-network that is fast: uint8 (B, 4, 84, 84) → float32 (B, num_actions)."""
+    """A Q-network that is fast: uint8 (B, 4, 84, 84) → float32 (B, num_actions). Its names are those of a teacher."""
 
     def __init__(self, num_actions: int):
         super().__init__()
-        self.network = torch.nn.Sequential(
-            torch.nn.Conv2d(4, 4, 8, stride=8), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(400, num_actions)
+        self.network = torch.nn.ModuleDict(
+            {"0": torch.nn.Conv2d(4, 4, 12, stride=12), "7": torch.nn.Linear(4 * 7 * 7, num_actions)}
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.network(x / 255.0).float()
+        hidden = self.network["0"](x / 255.0).relu()
+        return self.network["7"](hidden.flatten(1)).float()
 
 
 class SmallFlaxNetwork(nn.Module):
@@ -58,7 +60,7 @@ class SmallFlaxNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.relu(nn.Conv(4, (8, 8), 8, padding="VALID")(x.transpose(0, 2, 3, 1) / 255.0))
+        x = nn.relu(nn.Conv(4, (12, 12), 12, padding="VALID")(x.transpose(0, 2, 3, 1) / 255.0))
         return nn.Dense(self.num_actions)(x.reshape(x.shape[0], -1))
 
 
@@ -110,6 +112,15 @@ def write_teacher(directory: Path, num_actions: int = NUM_ACTIONS, **changes: to
     return directory
 
 
+def torch_bytes(state: Any, **options: Any) -> bytes:
+    """Return the file that ``torch.save`` writes; NumPy arrays in ``state`` become tensors."""
+    if isinstance(state, dict):
+        state = {key: torch.tensor(x) if isinstance(x, np.ndarray) else x for key, x in state.items()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer, **options)
+    return buffer.getvalue()
+
+
 def run_script(script: str, cwd: Path, *flags: object, **environ: str) -> subprocess.CompletedProcess:
     """Run ``python cleanrl/{script}.py flags`` in the folder ``cwd``."""
     return subprocess.run(
@@ -154,10 +165,14 @@ def fake_steps(env_ids: tuple[str, ...] = ("Pong", "Breakout"), seeds: tuple[int
     return [[int(line) for line in path.read_text().split()] for path in Path("runs").glob("*/steps.txt")]
 
 
-def results(run_dir: Path) -> tuple[Scalars, dict[str, dict[str, torch.Tensor]]]:
-    """Return the curves, without measured times, and the models of a run in PyTorch."""
-    scalars = {tag: points for tag, points in read_scalars(run_dir).items() if tag not in TIMED_TAGS}
-    return scalars, {path.name: torch.load(path, weights_only=True) for path in run_dir.glob("*.cleanrl_model")}
+Results = tuple[Scalars, dict[str, bytes]]
+
+
+def results(run_dir: Path) -> Results:
+    """Return the curves of a run, without the values of those that time something, and its models."""
+    scalars = read_scalars(run_dir)
+    curves = {tag: [(step, tag in TIMED_TAGS or value) for step, value in points] for tag, points in scalars.items()}
+    return curves, {path.stem: path.read_bytes() for path in run_dir.glob("*.cleanrl_model")}
 
 
 def spread(network: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -189,6 +204,16 @@ def random_batch(seed: int, size: int, num_actions: int, flat: bool = False) -> 
         "bootstrap_discount": np.where(np.arange(size) == 0, 0, rng.choice([0.99, 0.99**3], size)).astype(np.float32),
         "teacher_q_values": rng.normal(size=(size, num_actions)).astype(np.float32),
     }
+
+
+def random_step(script: Any, rng: np.random.Generator, num_envs: int, num_actions: int) -> tuple:
+    """Return random arguments for `Replay.add`."""
+    observation = rng.integers(0, 256, (num_envs, 4, 84, 84), np.uint8)
+    reward = rng.integers(-1, 2, num_envs, np.int32)
+    terminated, reset = rng.random((2, num_envs)) < 0.1
+    result = StepResult(observation, reward, terminated, truncated=reset, reset=reset, episodes=[])
+    of_teacher = [rng.normal(size=(num_envs, num_actions)).astype(np.float32)] * (script in (qdagger, qdagger_jax))
+    return observation, rng.integers(0, num_actions, num_envs), result, *of_teacher
 
 
 @contextmanager
@@ -227,20 +252,3 @@ def dqn_jax_losses(params: Any, target_params: Any, batch: Any, apply: Any) -> A
     """Compute loss and losses of DQN's JAX script in the same way."""
     target_q_values = apply(target_params, batch.bootstrap_observation)
     return dqn_atari_jax.dqn_loss(params, SimpleNamespace(apply=apply), target_q_values, batch)
-
-
-DOUBLE_DQN = {  # the maximum in a loss, and the edit that takes the target network's value of the Q-network's action
-    "target_q_values.amax(dim=1)": "target_q_values.gather("
-    "1, q_network(batch.bootstrap_observation).argmax(dim=1, keepdim=True))[:, 0]",
-    "target_q_values.max(axis=1)": "jnp.take_along_axis("
-    "target_q_values, q_network.apply(params, batch.bootstrap_observation).argmax(axis=1)[:, None], 1)[:, 0]",
-}
-
-
-def double_dqn(loss: Callable) -> Callable:
-    """Return the loss of a script with the edit that makes it double DQN (van Hasselt et al., 2016)."""
-    source = inspect.getsource(loss)
-    ((old, new),) = [(old, new) for old, new in DOUBLE_DQN.items() if old in source]
-    scope = dict(loss.__globals__)
-    exec(source.replace(old, new), scope)
-    return scope[loss.__name__]

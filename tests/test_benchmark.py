@@ -150,13 +150,6 @@ def test_a_run_whose_log_cannot_be_opened_fails_alone(capsys: pytest.CaptureFixt
     assert re.search(r"^Pong +1  failed .*Is a directory", output, re.MULTILINE)
 
 
-def test_a_run_that_loses_its_log_fails_alone(capsys: pytest.CaptureFixture):
-    loses = "import glob, os\n(log,) = glob.glob('logs/Pong__*')\nos.remove(log)\nos.mkdir(log)\n"
-    Path("cleanrl/plain.py").write_text(loses)
-    assert benchmark(*PONG, "python cleanrl/plain.py", "--env-ids", "Pong", "Breakout") == 1
-    assert re.search(r"Pong seed 1: failed \(.*Is a directory.*\nBreakout seed 1: running", capsys.readouterr().out)
-
-
 @pytest.mark.parametrize("program", ["", "no-poetry run python "])
 def test_a_program_that_cannot_be_started_fails_each_run(capsys: pytest.CaptureFixture, program: str):
     assert benchmark(*BOTH, f"{program}cleanrl/fake_run.py") == 1
@@ -352,13 +345,6 @@ def test_the_published_benchmarks_use_flags_that_their_scripts_accept(monkeypatc
             teacher = getattr(args, "teacher_policy_hf_repo", None) or "teachers"
             made_before = f"runs/{job.env_id}__qdagger_dqn_atari_impalacnn__2", f"runs/{job.env_id}__ppo_teacher__1"
             assert (ROOT / teacher).is_dir() or teacher.startswith(made_before)
-
-
-def test_a_dry_run_of_the_results_says_nothing_thirty_times():
-    command = ["sh", str(ROOT / "benchmark" / "qdagger_small.sh"), "--dry-run"]
-    result = subprocess.run(command, env=os.environ | {"only": "second"}, capture_output=True, text=True)
-    assert len(result.stdout.splitlines()) == 3
-    assert result.stderr == ""
 
 
 @pytest.mark.parametrize("script", ["qdagger_dqn_atari_impalacnn", "qdagger_dqn_atari_jax_impalacnn"])

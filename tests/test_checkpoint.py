@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import io
 import json
 import os
@@ -13,6 +12,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -140,34 +140,30 @@ def test_replay_round_trip(
 
 def test_only_new_steps_are_written(tmp_path: Path) -> None:
     """Each step is written once; segments that no checkpoint needs are deleted."""
+    (tmp_path / "checkpoint" / "lost+found").mkdir(parents=True)  # a folder does not disturb it
     checkpoints = Checkpoints(tmp_path)
     replay = CountingReplay(10)
-    present: set[str] = set()
+    written: set[str] = set()
 
-    def changes(number: int, replay: CountingReplay | None) -> tuple[set[str], set[str]]:
-        """Return the segments that a save writes, and those that it deletes, without the unique end of their names."""
-        nonlocal present
+    def segments(number: int, replay: CountingReplay | None) -> set[str]:
+        """Save a checkpoint; return the segments that are present, without the unique end of their names."""
         save(checkpoints, number, replay)
-        before = present
         present = {path.name for path in checkpoints.directory.glob("*.replay")}
-        return tuple({name.rpartition("-")[0] for name in names} for names in (present - before, before - present))
+        written.update(present)
+        return {name.rpartition("-")[0] for name in present}
 
-    (tmp_path / "checkpoint" / "lost+found").mkdir(parents=True)  # a folder does not disturb it
-    for number, expected in enumerate(
-        [({"0-4"}, set()), ({"4-8"}, set()), ({"8-10", "10-12"}, set()), ({"12-16"}, set()), ({"16-20"}, {"0-4"})]
-    ):
+    expected = ["0-4", "4-8", "8-10 10-12", "12-16", "16-20"]
+    for number in range(5):
         replay.add(4)
-        assert changes(number, replay) == expected, number
+        present = segments(number, replay)
+        assert present == set(" ".join(expected[number == 4 : number + 1]).split())
+    assert len(written) == 6, "a step was written twice"
     checkpoints, replay, _ = resumed(tmp_path)
     replay.add(1)  # a resumed run may change the newest step, so that its segment is written again
-    assert changes(5, replay) == ({"16-20", "20-21"}, {"4-8", "8-10"})
-    changes(6, None)
-    other = CountingReplay(10)
-    other.add(3)
-    assert changes(7, other)[0] == {"0-3"}
-    changes(8, None)
-    changes(9, None)
-    assert not present
+    assert segments(5, replay) == {"10-12", "12-16", "16-20", "20-21"}
+    assert len(written) == 8
+    segments(6, None)
+    assert segments(7, None) == set()
 
 
 @pytest.mark.filterwarnings("error")  # a file that is left open: Windows can't delete it
@@ -276,30 +272,11 @@ def test_values_are_restored_in_place() -> None:
 
 
 @pytest.mark.posix
-def test_locks_of_network_file_systems(two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """NFS locks only files that are open for writing. Where there are no locks, a warning says so."""
-    import fcntl
-
-    flock = fcntl.flock
-
-    def nfs_flock(file: Any, operation: int) -> None:
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        flock(file, operation)
-
-    def no_flock(number: int, file: Any, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", nfs_flock)
-    lock = lock_run(two)
-    with pytest.raises(UserError, match="still running in another process"):
-        lock_run(two)
-    lock.release()
-    assert "WARNING" not in capsys.readouterr().err
-    for number in (errno.ENOLCK, errno.EOPNOTSUPP):
-        monkeypatch.setattr(fcntl, "flock", functools.partial(no_flock, number))
-        lock_run(two)
-        assert re.fullmatch(rf"WARNING: {two} can't be locked \(.*\); .*\n", capsys.readouterr().err)
+def test_file_system_without_locks(two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A warning says so. test_resume.py has those with locks."""
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    lock_run(two)
+    assert re.fullmatch(rf"WARNING: {two} can't be locked \(.*\); .*\n", capsys.readouterr().err)
 
 
 def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,6 @@
-"""CUDA graphs of the PyTorch scripts, emulated on a CPU: with them a run is the same, bit for bit."""
+"""CUDA graphs of the PyTorch scripts, emulated on a CPU: with them, learning is the same, bit for bit."""
 
 import contextlib
-import itertools
-import signal
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +9,12 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
-from helpers import only, random_batch, results, spread, tiny, twin
+from helpers import AGENTS, cpu, random_batch, random_step, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cleanrl_utils.device import CudaGraph, cuda_graph
-from cleanrl_utils.evaluation import Act
-
-every_script = pytest.mark.parametrize("script", [qdagger, dqn_atari])
+from cleanrl_utils.errors import UserError
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -70,71 +64,36 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
     return made
 
 
-def run(script: Any, args: Any, enabled: bool, stop_at: int | None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run ``main`` with or without graphs, stop it at a call of a graph; return the run directory.
-
-    λ takes values that float32 represents exactly, as a graph has it in float32.
-    """
-    calls = itertools.count(1)
-    coefficients = itertools.cycle([1.0, 0.5, 0.25])
-
-    def graph_or_not(function: Callable[..., Any], generator: torch.Generator, _: bool) -> Callable[..., Any]:
-        graphed = cuda_graph(function, generator, enabled)
-
-        def call(*inputs: Any) -> Any:
-            if next(calls) == stop_at:
-                signal.raise_signal(signal.SIGTERM)
-            return graphed(*inputs)
-
-        return call
-
-    monkeypatch.setattr(script, "cuda_graph", graph_or_not)
-    monkeypatch.setattr(script, "distillation_share", lambda *_: next(coefficients), raising=False)
-    with pytest.raises(SystemExit) if stop_at else contextlib.nullcontext():
-        script.main(args)
-    return only(Path("runs").iterdir())
-
-
-def play(name: str, act: Act, *_: Any) -> list[float]:
-    """Evaluate in a moment: return the mean of the actions for fixed observations."""
-    return [float(act(random_batch(1, 8, 6)["observation"], np.random.default_rng(1)).mean())]
-
-
 @pytest.mark.usefixtures("small_networks")
-@every_script
-def test_main_with_and_without_graphs(
-    script: Any, graphs: list[RecordedGraph], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Curves and models are equal, of a run that is stopped in the online phase and resumed.
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+def test_learning_with_and_without_graphs(script: Any, graphs: list[RecordedGraph]) -> None:
+    """Losses, Q-values and weights are equal.
 
-    The replay buffer wraps around. Window, λ and learning rate change, and calls have one to four updates.
+    The replay buffer wraps around. Window, target network, λ and learning rate change, and calls have one to five
+    updates. λ and rates are values that float32 represents exactly, as a graph has them in float32.
     """
-    args = tiny(
-        teacher, num_envs=7, train_frequency=2, n_step=3, teacher_steps=70, offline_steps=10, buffer_size=140,
-        learning_starts=30, total_timesteps=280, target_network_frequency=25, offline_eval_frequency=5,
-        online_eval_frequency=140, learning_rate=2**-10, warmup_updates=1024, end_e=0,
-    )  # fmt: skip
-    monkeypatch.setattr(script, "play_episodes", play)
-    monkeypatch.setattr(script, "LOG_EVERY", 5)
-    stop_at = 50
-    if script is dqn_atari:
-        args = twin(args, script)
-        stop_at = 55
     outcomes = []
     for enabled in (False, True):
-        (tmp_path / str(enabled)).mkdir()
-        monkeypatch.chdir(tmp_path / str(enabled))
-        run_dir = run(script, args, enabled, stop_at, monkeypatch)
-        run(script, type(args)(**{**vars(args), "resume": str(run_dir)}), enabled, None, monkeypatch)
-        outcomes.append(results(run_dir))
-    (curves, models), (graph_curves, graph_models) = outcomes
-    assert len(set(curves["losses/q_values"])) > 5
-    assert curves == graph_curves
-    assert models.keys() == graph_models.keys()
-    for name, weights in models.items():
-        assert all(torch.equal(weight, graph_models[name][key]) for key, weight in weights.items()), name
-    # Updates, and the forward passes of training steps. Evaluations have few steps here, and batches of their own.
-    assert sum(graph.replays > 1 for graph in graphs) > (3 if script is qdagger else 1), "nothing but their capture"
+        hardware = cpu(script)._replace(cuda_graph=enabled)
+        learner = AGENTS[script](script.Args(batch_size=4, learning_rate=2**-10, n_step=3), 6, hardware)
+        replay = script.Replay(60, 2, *[6] * (script is qdagger), 3, hardware)
+        rng = np.random.default_rng(1)
+        found = []
+        for i in range(60):
+            replay.add(*random_step(script, rng, 2, 6))
+            found.append(learner.q_values(rng.integers(0, 256, (2, 4, 84, 84), np.uint8)).copy())
+            if i < 10:
+                continue
+            rates = [2.0 ** -(10 + i % 4)] * (1 + i % 5)
+            losses = learner.update(replay, *([(1.0, 0.5, 0.25)[i % 3], rates] if script is qdagger else []))
+            found += [term.numpy().copy() for term in losses]
+            if i % 8 == 0:
+                learner.update_target(0.5)
+        outcomes.append(found + [array.numpy() for array in learner.q_network.state_dict().values()])
+    assert all(map(np.array_equal, *outcomes))
+    assert len({float(array) for array in outcomes[0] if array.shape == ()}) > 50
+    # Forward passes, and updates, of which QDagger's graphs have one to four.
+    assert [graph.replays > 1 for graph in graphs] == [True] * (5 if script is qdagger else 2)
 
 
 def test_tensors_as_arguments(graphs: list[RecordedGraph]) -> None:
@@ -171,3 +130,22 @@ def test_registered_generator(version: str, graphs: list[RecordedGraph], monkeyp
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     CudaGraph(lambda: None, torch.Generator())
     assert (graphs[0].generator is None) == (version == "2.14.0")
+
+
+def test_failed_capture_is_one_line(graphs: list[RecordedGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the reason, which is that inside the capture, and the way to resume."""
+
+    class FailingCapture(contextlib.AbstractContextManager):
+        def __exit__(self, *error: Any) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if graph.calls > CudaGraph.EAGER_CALLS:
+            raise RuntimeError("operation not permitted\nmore")
+        return x + 1
+
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: FailingCapture())
+    graph = CudaGraph(function, torch.Generator())
+    assert [float(graph(i)) for i in range(3)] == [1, 2, 3]
+    with pytest.raises(UserError, match=r"^[^\n]*operation not permitted\).*--no-cuda-graph.*--resume[^\n]*$"):
+        graph(3)

@@ -1,9 +1,6 @@
 """The command that plays a saved model: which script and library, the same episodes for all, bad input."""
 
-import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 from flax.serialization import to_bytes
-from helpers import DQN, PYTHONPATH, flax_params
+from helpers import DQN, flax_params
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
@@ -23,11 +20,6 @@ from cleanrl_utils.models import read_arrays
 ROOT = Path(__file__).parent.parent
 GAME = "AlienNoFrameskip-v4"
 NUM_ACTIONS = 18
-NO_TORCH = """
-from importlib.machinery import PathFinder
-find = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +83,7 @@ def test_which_script(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_episode_and_its_video(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """A policy samples its actions in both."""
+    """A policy samples its actions in both. The models of two runs have videos of their own; the path is printed."""
     temperatures = set()
     import_script = enjoy.import_script
 
@@ -105,27 +97,16 @@ def test_one_episode_and_its_video(
     monkeypatch.chdir(tmp_path)
     weights = read_arrays(directory / "dqn_atari.cleanrl_model")
     policy = flax_params({key.replace("network.9", "actor"): array for key, array in weights.items()})
-    (tmp_path / "ppo").write_bytes(to_bytes(policy))
-    (episodic_return,) = play("ppo", eval_episodes=1, capture_video=True)
-    assert f"return {episodic_return:.1f} ± 0.0" in capsys.readouterr().out
-    (video,) = Path("videos").rglob("*.mp4")
-    assert video.read_bytes()[4:8] == b"ftyp"
-    assert temperatures == {1.0}
-
-
-def test_each_model_has_a_video_of_its_own(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Also the models of two runs, whose files have the same name; the path is printed."""
-    monkeypatch.chdir(tmp_path)
-    model = directory / "dqn_atari.cleanrl_model"
-    for run in ("runs/a", "runs/b"):
-        Path(run).mkdir(parents=True)
-        shutil.copy(model, run)
-        play(f"{run}/dqn_atari.cleanrl_model", capture_video=True, eval_episodes=1)
-        (path,) = re.findall("^video: (.*)$", capsys.readouterr().out, re.MULTILINE)
-        assert Path(path).is_file()
+    for run in ("a", "b"):
+        Path(run).mkdir()
+        Path(run, "ppo").write_bytes(to_bytes(policy))
+        (episodic_return,) = play(f"{run}/ppo", eval_episodes=1, capture_video=True)
+        out = capsys.readouterr().out
+        assert f"return {episodic_return:.1f} ± 0.0" in out
+        (path,) = re.findall("^video: (.*)$", out, re.MULTILINE)
+        assert Path(path).read_bytes()[4:8] == b"ftyp"
     assert len([*Path("videos").rglob("*.mp4")]) == 2
+    assert temperatures == {1.0}
 
 
 def test_greedy_episodes_repeat(directory: Path, capsys: pytest.CaptureFixture) -> None:
@@ -161,12 +142,8 @@ def test_flags_reach_the_episodes(directory: Path, tmp_path: Path, monkeypatch: 
         ({"env_id": "PongNoFrameskip-v4"}, "is not a usable model: it has 18 actions"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
         ({"script": Path("nowhere.py")}, "there is no Python script 'nowhere.py'; give another --script, such as"),
-        ({"script": ROOT / "cleanrl"}, "/cleanrl'; give another --script, such as"),
         ({"script": ROOT / "README.md"}, "/README.md'; give another --script, such as"),
-        (
-            {"script": ROOT / "cleanrl" / f"{DQN}.py"},
-            f"/{DQN}.py' has no class Teacher, which loads a model; give another --script, such as",
-        ),
+        ({"script": ROOT / "cleanrl" / f"{DQN}.py"}, f"/{DQN}.py' has no class Teacher, which loads a model; give"),
     ],
 )
 def test_bad_input(flags: dict, message: str, directory: Path) -> None:
@@ -176,42 +153,10 @@ def test_bad_input(flags: dict, message: str, directory: Path) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
-def enjoy_command(directory: Path, *flags: object, path: str = PYTHONPATH) -> subprocess.CompletedProcess:
-    """Run the command. Klax is over within a few hundred steps, and has 18 actions."""
-    command = [sys.executable, "-m", "cleanrl_utils.enjoy", "--hf-repository", directory, "--eval-episodes", "1"]
-    command += ["--env-id", "KlaxNoFrameskip-v4", "--exp-name", DQN, *flags]
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, env=environment, cwd=directory, capture_output=True, encoding="utf-8", timeout=300)
-
-
-def test_an_edited_copy_plays(directory: Path, tmp_path: Path) -> None:
-    """Also with annotations that are strings, from a folder without the helpers."""
-    copy = tmp_path / "my_qdagger.py"
-    source = Path(qdagger.__file__).read_text(encoding="utf-8")
-    copy.write_text(source.replace("\nimport os\n", "\nfrom __future__ import annotations\n\nimport os\n", 1), "utf-8")
-    result = enjoy_command(directory, "--script", copy)
-    assert "enjoy: return " in result.stdout, result.stderr
-    assert "from __future__" in copy.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("line", ["import no_such_package", "class Teacher(NoSuchName): pass", "def ("])
-def test_an_error_in_an_edited_copy_has_its_traceback(line: str, directory: Path, tmp_path: Path) -> None:
+def test_an_error_in_an_edited_copy_has_its_traceback(directory: Path, tmp_path: Path) -> None:
     """It names the line of the copy; a message without it would be useless."""
     copy = tmp_path / "my_qdagger.py"
-    copy.write_text(f"import os\n{line}\n")
-    result = enjoy_command(directory, "--script", copy)
-    assert result.returncode == 1
-    assert "Traceback" in result.stderr
-    assert f'File "{copy}", line 2' in result.stderr
-    assert re.match("(ModuleNotFound|Name|Syntax)Error: ", result.stderr.splitlines()[-1])
-
-
-def test_a_user_without_torch(directory: Path, tmp_path: Path) -> None:
-    """JAX plays PyTorch's model. PyTorch's script fails with Python's own error, which names the missing package."""
-    (tmp_path / "sitecustomize.py").write_text(NO_TORCH)
-    path = os.pathsep.join([str(tmp_path), PYTHONPATH])
-    result = enjoy_command(directory, path=path)
-    assert "enjoy: return " in result.stdout, result.stderr
-    result = enjoy_command(directory, "--script", qdagger.__file__, path=path)
-    assert result.returncode == 1
-    assert result.stderr.endswith("ModuleNotFoundError: No module named 'torch'\n")
+    copy.write_text("import os\nimport no_such_package\n")
+    with pytest.raises(ModuleNotFoundError) as error:
+        play(directory, script=copy)
+    assert any(entry.path == copy and entry.lineno == 1 for entry in error.traceback)  # counted from 0

@@ -8,10 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import qdagger_dqn_atari_impalacnn as qdagger
 
 from cleanrl_utils.errors import one_line, one_line_errors, shell_command
-from cleanrl_utils.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -42,15 +40,6 @@ def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
     assert len(text) == 300
     assert text.startswith("first -")
     assert text.endswith("- Invalid credentials")
-
-
-def test_a_process_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python has no streams if their descriptors are closed, as pythonw does."""
-    for name in ("stdout", "stderr", "__stdout__", "__stderr__"):
-        monkeypatch.setattr(sys, name, None)
-    with one_line_errors():
-        assert list(Run(qdagger.Args()).steps("online", "step", range(0, 4, 2))) == [0, 2]
-        print("lost")
 
 
 @pytest.mark.posix

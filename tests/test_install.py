@@ -34,14 +34,6 @@ def test_extras_of_cleanrl() -> None:
     assert "torch" not in extras["jax"]
 
 
-def make_environment(venv: Path, path: str) -> subprocess.CompletedProcess:
-    """Run the rule of the Makefile that makes the virtual environment."""
-    command = ["make", f"VENV={venv}", f"{venv}/bin/python"]
-    # `make test PYTHON=python` hands PYTHON on in both of these variables.
-    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "PYTHON")}
-    return subprocess.run(command, cwd=ROOT, env=environment | {"PATH": path}, capture_output=True, text=True)
-
-
 @pytest.mark.posix
 @pytest.mark.parametrize(
     ("statuses", "chosen", "venv_status"),
@@ -66,7 +58,11 @@ def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)  # Debian's Python without python3-venv leaves this behind
-    run = make_environment(venv, f"{tmp_path}:/usr/bin:/bin")
+    # `make test PYTHON=python` hands PYTHON on in both of these variables.
+    environ = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "PYTHON")}
+    environ["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    command = ["make", f"VENV={venv}", f"{venv}/bin/python"]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == (0 if chosen and venv_status == 0 else 2)
     assert venv.exists() == (venv_status == 0)
     if chosen:
@@ -77,36 +73,11 @@ def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status
         assert "python3-venv" in error
 
 
-@pytest.mark.posix
-def test_make_prints_the_flags_of_the_demo(tmp_path: Path) -> None:
-    """`make -n demo` prints little besides them, also where nothing is installed."""
-    command = ["make", "--no-print-directory", "--dry-run", f"VENV={tmp_path / 'venv'}", "demo"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert printed[-1].startswith(
-        f"{tmp_path}/venv/bin/python cleanrl/qdagger_dqn_atari_impalacnn.py --env-id Breakout"
-    )
-    assert len(printed) <= 5
-
-
-@pytest.mark.posix
-def test_environment_without_pip(tmp_path: Path) -> None:
-    """An environment of uv, which has no pip, gets it and keeps its packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
-    (tmp_path / "venv" / "package").touch()
-    run = make_environment(tmp_path / "venv", os.environ["PATH"])
-    assert run.returncode == 0, run.stderr
-    assert (tmp_path / "venv" / "package").exists()
-    subprocess.run([tmp_path / "venv" / "bin" / "python", "-m", "pip", "--version"], check=True)
-
-
-def test_pinned_versions_include_the_project() -> None:
-    """After `pip install -r requirements/requirements-atari.txt`, the scripts find the helpers."""
-    for file in (ROOT / "requirements").glob("requirements-*.txt"):
-        assert file.read_text().splitlines()[-1] == "-e .", file
-
-
 @pytest.mark.parametrize("extra", ["atari", "jax", "test", "docs"])
-def test_pinned_versions_include_the_packages_of_the_extra(extra: str) -> None:
-    pinned = re.findall(r"^[\w-]+(?===)", (ROOT / f"requirements/requirements-{extra}.txt").read_text(), re.MULTILINE)
+def test_pinned_versions(extra: str) -> None:
+    """They include the packages of the extra, and the project itself, so that the scripts find the helpers."""
+    text = (ROOT / f"requirements/requirements-{extra}.txt").read_text()
+    assert text.splitlines()[-1] == "-e ."
+    pinned = re.findall(r"^[\w-]+(?===)", text, re.MULTILINE)
     for needed in PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"][extra]:
         assert re.match(r"[\w-]+", needed)[0].replace("_", "-") in pinned, needed

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dqn_atari
@@ -26,7 +25,6 @@ from helpers import (
     SmallFlaxNetwork,
     SmallNetwork,
     cpu,
-    double_dqn,
     dqn_jax_losses,
     dqn_losses,
     flax_params,
@@ -34,6 +32,7 @@ from helpers import (
     qdagger_jax_losses,
     qdagger_losses,
     random_batch,
+    random_step,
     run_script,
     spread,
     tiny,
@@ -68,23 +67,6 @@ def to_jax(network: torch.nn.Module) -> Params:
 def to_torch(params: Params) -> dict[str, np.ndarray]:
     """Convert parameters, or gradients of their form, to the names and layout of PyTorch."""
     return flax_to_torch(flatten_dict(jax.tree.map(np.asarray, params), sep="/"))
-
-
-def small_to_jax(network: SmallNetwork) -> Params:
-    """Convert the weights of a small network."""
-    conv, _, _, dense = network.network
-    kernel = dense.weight.detach().numpy().reshape(-1, 4, 10, 10).transpose(2, 3, 1, 0).reshape(400, -1)
-    layers = {"Conv_0": {"kernel": conv.weight.detach().numpy().transpose(2, 3, 1, 0), "bias": conv.bias}}
-    layers["Dense_0"] = {"kernel": kernel, "bias": dense.bias}
-    return {"params": jax.tree.map(lambda array: jnp.array(np.array(torch.as_tensor(array).detach())), layers)}
-
-
-def small_to_torch(params: Params) -> dict[str, np.ndarray]:
-    """Convert the parameters of a small network: the inverse of :func:`small_to_jax`."""
-    conv, dense = (jax.tree.map(np.asarray, params["params"][layer]) for layer in ("Conv_0", "Dense_0"))
-    weight = dense["kernel"].reshape(10, 10, 4, -1).transpose(3, 2, 0, 1).reshape(-1, 400)
-    weights = {"network.0.weight": conv["kernel"].transpose(3, 2, 0, 1), "network.0.bias": conv["bias"]}
-    return weights | {"network.3.weight": weight, "network.3.bias": dense["bias"]}
 
 
 def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:
@@ -124,7 +106,7 @@ def test_networks(network: Callable, jax_network: Callable) -> None:
 @pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
 def test_initial_weights(script: Any) -> None:
     """Kernels and biases have PyTorch's distribution, and no two layers or seeds the same numbers."""
-    found = [small_to_torch(script.init_params(SmallFlaxNetwork(A), jax.random.PRNGKey(seed))) for seed in range(20)]
+    found = [to_torch(script.init_params(SmallFlaxNetwork(A), jax.random.PRNGKey(seed))) for seed in range(20)]
     torch.manual_seed(0)
     expected = [SmallNetwork(A).state_dict() for _ in range(20)]
     assert found[0].keys() == expected[0].keys()
@@ -206,81 +188,53 @@ def test_extreme_q_values_give_a_finite_loss() -> None:
 
 
 @both_scripts
-@pytest.mark.parametrize("double", [False, True])
-def test_updates_are_those_of_torch_adam(
-    script: Any, jax_script: Any, double: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update has a sample, λ and learning rate of its own, and the target network does not change.
 
-    QDagger makes six updates in two calls, the second of which is split, with learning rates that its schedule gives
-    for warmup and annealed λ. With ``double``, the loss is edited to be double DQN's: in each gradient step, the
-    Q-network of that very step chooses the action.
+    QDagger makes six updates in two calls, the second of which is split.
     """
-    batches = [random_batch(seed, 2, A) for seed in range(11, 17)]
+    monkeypatch.setattr(jax_script, "QNetwork", SmallFlaxNetwork)
     network, target_network = (spread(SmallNetwork(A), seed) for seed in (17, 18))
     adam = torch.optim.Adam(network.parameters())
-    flags = {"gamma": 0.9, "learning_rate": 1e-3, "batch_size": 2}
-    calls = [((0,), 2.0), ((1, 2, 3, 4, 5), 0.7)]  # (numbers of the updates, λ)
+    flags = {"gamma": 0.9, "learning_rate": 1e-3, "batch_size": 2} | ({"temperature": 0.5} if script is qdagger else {})
+    agent = AGENTS[jax_script](jax_script.Args(**flags), A, cpu(jax_script))
+    agent.state = agent.state._replace(params=to_jax(network), target_params=to_jax(target_network))
+    replay = jax_script.Replay(60, 2, *[A] * (script is qdagger), 1, cpu(jax_script))
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        replay.add(*random_step(jax_script, rng, 2, A))
+    key = jnp.copy(agent.state.key)  # the state is donated
     if script is qdagger:
-        flags |= {"temperature": 0.5, "distill_coefficient": 2.0, "final_learning_rate": 1e-4}
-        flags |= {"offline_steps": 1, "warmup_updates": 2}
-    args = jax_script.Args(**flags)
-    torch_args = script.Args(**flags)
-    monkeypatch.setattr(jax_script, "QNetwork", SmallFlaxNetwork)
-    if double:
-        loss = jax_script.qdagger_loss if script is qdagger else jax_script.dqn_loss
-        monkeypatch.setattr(jax_script, loss.__name__, double_dqn(loss))
-
-    # The ring is replaced by the batches; the sample's key selects one of them.
-    ring = jax.tree.map(lambda *x: jnp.stack(x), *(batch_of(jax_script, batch) for batch in batches))
-    replay = SimpleNamespace(ring=ring, sampled_steps=lambda: range(5, 12))
-    sampled: list[tuple[tuple[int, ...], int]] = []
-
-    def record(key: np.ndarray, chosen: np.ndarray) -> None:
-        sampled.append((tuple(key.tolist()), int(chosen)))
-
-    def sample(ring: Any, low: int, high: int, size: int, key: jax.Array, n_step: int, gamma: float) -> Any:
-        assert gamma == 0.9
-        assert size == 2
-        i = jax.random.randint(key, (), low - 5, high - 6)
-        jax.debug.callback(record, key, i, ordered=True)
-        return jax.tree.map(lambda x: x[i], ring)
-
-    monkeypatch.setattr(jax_script, "sample", sample)
-    agent = AGENTS[jax_script](args, A, cpu(jax_script))
-    params = small_to_jax(network)
-    agent.state = agent.state._replace(params=params, target_params=small_to_jax(target_network))
-    if script is qdagger:
-        for numbers, coefficient in calls:
-            rates = [jax_script.learning_rate_at(number, coefficient / 2, args) for number in numbers]
-            losses = agent.update(replay, coefficient, rates)
-            assert agent.state.optimizer_state.hyperparams["learning_rate"] == np.float32(rates[-1])
+        coefficients = [2.0] + [0.7] * 5
+        rates = [5e-4, 1e-3, 9e-4, 2e-4, 3e-4, 7e-4]
+        at_once = [1, 4, 1]
+        agent.update(replay, 2.0, rates[:1])
+        losses = agent.update(replay, 0.7, rates[1:])
     else:
+        coefficients = [0.0] * 6
+        rates = [1e-3] * 6
+        at_once = [1] * 6
         for _ in range(6):
             losses = agent.update(replay)
-    jax.effects_barrier()
-    updates = [(number, coefficient) for numbers, coefficient in calls for number in numbers]
-    assert len({key for key, _ in sampled}) == len(updates), "a key was used twice"
-    assert len({i for _, i in sampled}) >= 3
 
-    for (number, coefficient), (_, i) in zip(updates, sampled, strict=True):
-        rate = script.learning_rate_at(number, coefficient / 2, torch_args) if script is qdagger else 1e-3
+    batches = []
+    steps = replay.sampled_steps()
+    sample = jax.jit(jax_script.sample, static_argnums=(3, 5))
+    for updates in at_once:
+        key, *sample_keys = jax.random.split(key, updates + 1)
+        batches += [sample(replay.ring, steps.start, steps.stop, 2, k, 1, 0.9) for k in sample_keys]
+    for batch, coefficient, rate in zip(batches, coefficients, rates, strict=True):
+        arrays = {name: np.array(array) for name, array in batch._asdict().items()}
+        arrays["action"] = arrays["action"].astype(np.int64)
+        expected = torch_loss(script, network, target_network, batch_of(script, arrays), coefficient, 0.5)
         adam.param_groups[0]["lr"] = rate
-        batch = batch_of(script, batches[i])
-
-        def target(observation: torch.Tensor) -> torch.Tensor:
-            q_values = target_network(observation)
-            best = network(observation).argmax(dim=1, keepdim=True)
-            return q_values.gather(1, best) if double else q_values  # the loss takes the maximum, also of one value
-
-        expected = torch_loss(script, network, target, batch, coefficient, 0.5)
         adam.zero_grad()
         expected[0].backward()
         adam.step()
     for found, term in zip(losses, expected, strict=True):
         np.testing.assert_allclose(found, term.detach().numpy(), rtol=1e-4)
-    found = small_to_torch(agent.state.params)
-    unchanged = small_to_torch(agent.state.target_params)
+    found = to_torch(agent.state.params)
+    unchanged = to_torch(agent.state.target_params)
     for name, parameter in network.named_parameters():
         # Where a gradient is hardly more than rounding, Adam's step along it is not.
         close = np.isclose(found[name], parameter.detach().numpy(), rtol=0, atol=2e-6)

@@ -1,6 +1,5 @@
 """Teachers that other libraries wrote: stable-baselines3, sb3-contrib, and CleanRL's C51 and PPO."""
 
-import io
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import REPO, cpu, flax_params, qdagger_jax_losses, qdagger_losses, random_batch, spread
+from helpers import REPO, cpu, flax_params, qdagger_jax_losses, qdagger_losses, random_batch, spread, torch_bytes
 from references import log_softmax, nature
 from sb3_contrib import QRDQN
 from stable_baselines3 import A2C, DQN, PPO
@@ -41,13 +40,6 @@ class Spaces(gym.Env):
 
     observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
     action_space = gym.spaces.Discrete(A)
-
-
-def torch_bytes(state: dict[str, Any]) -> bytes:
-    """Return the file that ``torch.save`` writes."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
 
 
 @pytest.fixture(scope="module")

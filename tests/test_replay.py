@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +17,7 @@ from helpers import AGENTS, cpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cleanrl_utils import atari
-from cleanrl_utils.atari import AtariEnvs, StepResult
+from cleanrl_utils.atari import StepResult
 from cleanrl_utils.checks import STACK, size_problem
 
 NUM_ACTIONS = 7
@@ -45,47 +43,6 @@ def make_replay(script: Any, size: int, num_envs: int, n_step: int) -> Any:
     """Make a replay buffer of a script."""
     num_actions = [NUM_ACTIONS] * (script in (qdagger, qdagger_jax))
     return script.Replay(size, num_envs, *num_actions, n_step, cpu(script))
-
-
-class Buffer:
-    """The replay buffer of any script, with NumPy arrays in and out."""
-
-    def __init__(self, script: Any, length: int, num_envs: int, n_step: int, gamma: float, seed: int = 0):
-        self.script = script
-        self.n_step = n_step
-        self.gamma = gamma
-        self.distills = script in (qdagger, qdagger_jax)
-        self.replay = make_replay(script, length * num_envs, num_envs, n_step)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.key = jax.random.key(seed)
-
-    def add(
-        self, observation: np.ndarray, action: np.ndarray, result: StepResult, teacher_q_values: np.ndarray
-    ) -> None:
-        """Add a step of each environment."""
-        self.replay.add(observation, action, result, *[teacher_q_values] * self.distills)
-
-    def batch(self, t: np.ndarray, env: np.ndarray) -> Any:
-        """Return the transitions of steps ``t`` in environments ``env``."""
-        if self.script in TORCH:
-            indices = [torch.from_numpy(index) for index in (t, env)]
-        else:
-            size = 8 if len(t) <= 8 else -(-len(t) // 250) * 250  # few shapes to compile for
-            indices = [np.resize(index, size).astype(np.int32) for index in (t, env)]
-        batch = self.script.transitions_at(self.replay.ring, *indices, self.n_step, self.gamma)
-        return jax.tree.map(lambda array: array[: len(t)], self.to_numpy(batch))
-
-    def sample(self, batch_size: int = 250) -> Any:
-        """Sample a batch from the steps that can be sampled."""
-        self.key, key = jax.random.split(self.key)
-        random = self.generator if self.script in TORCH else key
-        steps = self.replay.sampled_steps()
-        inputs = self.replay.ring, steps.start, steps.stop, batch_size, random, self.n_step, self.gamma
-        return self.to_numpy(self.script.sample(*inputs))
-
-    def to_numpy(self, batch: Any) -> Any:
-        """Convert the arrays of a batch."""
-        return type(batch)(*map(np.asarray, batch))
 
 
 # ==================== the oracle ====================
@@ -146,7 +103,10 @@ class Rollout:
     """Random actions and scripted events in several environments, added to a replay buffer and to the oracle."""
 
     def __init__(self, script: Any, num_envs: int, length: int, n_step: int, gamma: float, seed: int = 0):
-        self.buffer = Buffer(script, length, num_envs, n_step, gamma, seed)
+        self.script = script
+        self.replay = make_replay(script, length * num_envs, num_envs, n_step)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.key = jax.random.key(seed)
         self.num_envs = num_envs
         self.length = length
         self.n_step = n_step
@@ -163,7 +123,7 @@ class Rollout:
             for env, episodes in enumerate(self.episodes):
                 episodes[-1].truncate()
                 episodes.append(Episode(frame(env, self.steps)))
-            return self.buffer.replay.truncate_episodes()
+            return self.replay.truncate_episodes()
         n = self.num_envs
         t = self.steps
         action = self.rng.integers(0, NUM_ACTIONS, n)
@@ -187,8 +147,28 @@ class Rollout:
             episode.terminated.append(bool(terminated[env]))
             episode.observations.append(np.concatenate([episode.observations[-1][1:], image[None]]))
         result = StepResult(observation, reward, terminated, truncated, reset, [])
-        self.buffer.add(observation, action, result, self.teacher[-1])
+        of_teacher = [self.teacher[-1]] * (self.script in (qdagger, qdagger_jax))
+        self.replay.add(observation, action, result, *of_teacher)
         self.steps += 1
+
+    def batch(self, t: np.ndarray, env: np.ndarray) -> Any:
+        """Return the replay buffer's transitions of steps ``t`` in environments ``env``, in NumPy arrays."""
+        if self.script in TORCH:
+            indices = [torch.from_numpy(index) for index in (t, env)]
+        else:
+            size = 8 if len(t) <= 8 else -(-len(t) // 250) * 250  # few shapes to compile for
+            indices = [np.resize(index, size).astype(np.int32) for index in (t, env)]
+        batch = self.script.transitions_at(self.replay.ring, *indices, self.n_step, self.gamma)
+        return type(batch)(*(np.asarray(array)[: len(t)] for array in batch))
+
+    def sample(self, batch_size: int = 250) -> Any:
+        """Sample a batch from the steps that can be sampled."""
+        self.key, key = jax.random.split(self.key)
+        random = self.generator if self.script in TORCH else key
+        steps = self.replay.sampled_steps()
+        inputs = self.replay.ring, steps.start, steps.stop, batch_size, random, self.n_step, self.gamma
+        batch = self.script.sample(*inputs)
+        return type(batch)(*map(np.asarray, batch))
 
     def window(self) -> list[tuple[int, int]]:
         """Return (t, env) of all steps that may be sampled if they are valid, oldest first."""
@@ -209,16 +189,16 @@ class Rollout:
                 tolerance = 1e-5 if isinstance(value, float) else 0
                 found = getattr(batch, name)[b]
                 np.testing.assert_allclose(found, value, tolerance, tolerance, err_msg=f"{name} of {t}, {env}")
-            if self.buffer.distills:
+            if self.script in (qdagger, qdagger_jax):
                 np.testing.assert_array_equal(batch.teacher_q_values[b], self.teacher[t][env])
 
     def check_steps(self, steps: list[tuple[int, int]]) -> None:
         """Compare the replay buffer's transitions of these steps with the oracle's."""
-        self.check(self.buffer.batch(*np.array(steps, np.int64).T), steps)
+        self.check(self.batch(*np.array(steps, np.int64).T), steps)
 
     def count(self, samples: int) -> Counter[tuple[int, int]]:
         """Sample many transitions; return how often each step of each environment was sampled."""
-        batches = [self.buffer.sample().observation for _ in range(samples // 250)]
+        batches = [self.sample().observation for _ in range(samples // 250)]
         return Counter(step_and_env(observation) for batch in batches for observation in batch)
 
 
@@ -267,7 +247,7 @@ def test_transitions_are_those_of_the_oracle(script: Any, case: tuple) -> None:
             rollout.check_steps([window[0], window[-1]])
     if window := rollout.window():
         rollout.check_steps(window)
-        batch = rollout.buffer.sample()
+        batch = rollout.sample()
         sampled = [step_and_env(observation) for observation in batch.observation]
         assert set(sampled) <= set(window)
         rollout.check(batch, sampled[:32])
@@ -278,7 +258,7 @@ def test_transitions_are_those_of_the_oracle(script: Any, case: tuple) -> None:
 def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(script: Any, event: str) -> None:
     """The event is in step 3, and rewards after it do not count. Written out without the oracle."""
     rollout = scripted(script, 32, 3, [[STEP, STEP, STEP, event] + [STEP] * 8])
-    batch = rollout.buffer.batch(np.array([0, 1, 2, 3, 5]), np.zeros(5, np.int64))
+    batch = rollout.batch(np.array([0, 1, 2, 3, 5]), np.zeros(5, np.int64))
     discounts = [0.5**3, 0.5**2, 0.5] if event == CUT else [0, 0, 0]
     assert batch.bootstrap_discount.tolist() == [0.5**3, *discounts, 0.5**3]
     assert list(map(step_and_env, batch.bootstrap_observation)) == [(t, 0) for t in (3, 4, 4, 4, 8)]
@@ -324,7 +304,7 @@ def test_samples_without_a_valid_candidate(script: Any) -> None:
     assert rollout.valid() == [(t, 0) for t in range(0, 35, 2)]
     assert set(rollout.count(8_000)) == set(rollout.valid())
     rollout = scripted(script, 6, 1, [[STEP, RESUME] * 3])
-    batch = rollout.buffer.sample()
+    batch = rollout.sample()
     sampled = [step_and_env(observation) for observation in batch.observation]
     assert rollout.window() == [(0, 0), (1, 0)]
     assert set(sampled) == {(0, 0)}
@@ -376,41 +356,3 @@ def test_runs_without_an_update_are_refused(total: int, starts: int, every: int,
             updates += qdagger.times_due(step, step + num_envs, every)
     assert (problem is None) == (updates > 0)
     assert problem is None or "--total-timesteps" in problem
-
-
-# ==================== with the emulator ====================
-
-
-@pytest.mark.parametrize("script", [qdagger, qdagger_jax])
-def test_emulated_observations_come_back(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three environments, of which each episode is truncated after 100 steps, in a small ring."""
-    monkeypatch.setattr(atari, "MAX_FRAMES", 400)
-    num_envs = 3
-    length = 130
-    rng = np.random.default_rng(0)
-    buffer = Buffer(script, length, num_envs, 1, 0.99)
-    observations = []
-    actions = []
-    results = []
-    with closing(AtariEnvs("BreakoutNoFrameskip-v4", num_envs)) as envs:
-        observation = envs.reset(7, "online")
-        for _ in range(300):
-            action = envs.send(rng.integers(0, envs.num_actions, num_envs))
-            result = envs.recv()
-            buffer.add(observation, action, result, np.zeros((num_envs, NUM_ACTIONS), np.float32))
-            observations.append(observation.copy()), actions.append(action.copy()), results.append(result)
-            observation = result.observation
-    observations = np.array(observations)
-    actions = np.array(actions)
-    reward, terminated, truncated, reset = map(np.array, list(zip(*results, strict=True))[1:5])
-    first = 300 - length + 3
-    t, env = np.nonzero(~reset[first:299])  # without final observations
-    t += first
-    assert len(t) < num_envs * (length - 4)
-    assert truncated[t, env].any()
-    batch = buffer.batch(t, env)
-    np.testing.assert_array_equal(batch.observation, observations[t, env])
-    np.testing.assert_array_equal(batch.bootstrap_observation, observations[t + 1, env])
-    np.testing.assert_array_equal(batch.action, actions[t, env])
-    np.testing.assert_array_equal(batch.n_step_return, np.clip(reward[t, env], -1, 1))
-    np.testing.assert_array_equal(batch.bootstrap_discount, np.where(terminated[t, env], 0, np.float32(0.99)))

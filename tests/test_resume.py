@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import json
 import os
 import shlex
 import signal
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dqn_atari
 import dqn_atari_jax
@@ -31,11 +31,12 @@ from helpers import (
     NUM_ACTIONS,
     REPO,
     STUDENT,
-    TIMED_TAGS,
+    Results,
     Scalars,
     cpu,
     only,
     read_scalars,
+    results,
     tiny,
     twin,
     warnings_of,
@@ -110,21 +111,6 @@ def resume(script: Any, run_dir: Path, *flags: object) -> None:
     script.main(parse_args(script.Args, ["--resume", str(run_dir), *map(str, flags)]))
 
 
-def steps_of(run_dir: Path) -> dict[str, list[int]]:
-    """Return the steps of each curve."""
-    return {tag: [step for step, _ in points] for tag, points in read_scalars(run_dir).items()}
-
-
-Results = tuple[Scalars, dict[str, bytes]]
-
-
-def results(run_dir: Path) -> Results:
-    """Return the curves of a run, without the values of those that time something, and its models."""
-    scalars = read_scalars(run_dir)
-    curves = {tag: [(step, tag in TIMED_TAGS or value) for step, value in points] for tag, points in scalars.items()}
-    return curves, {path.stem: path.read_bytes() for path in run_dir.glob("*.cleanrl_model")}
-
-
 @pytest.fixture
 def whole(evaluations: list[str], teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable:
     """Return a function that returns the curves and models of a whole run of a script with its present network."""
@@ -163,7 +149,6 @@ def test_resumed_run_equals_whole_run(
     assert results(run_dir) == expected
     assert set(evaluations) == set(EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
     assert not (run_dir / "checkpoint").exists()
-    assert (run_dir / "finished").exists()
     with pytest.raises(UserError, match="finished"):
         resume(script, run_dir)
 
@@ -244,69 +229,33 @@ def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
     return only(Path("runs").iterdir())
 
 
-IN_EVALUATIONS = [("random", signal.SIGINT), ("offline 50", signal.SIGTERM), ("offline 100", USR1)]
-IN_EVALUATIONS += [("final", signal.SIGTERM)]
+IN_EVALUATIONS = [(qdagger, "random", signal.SIGINT), (qdagger, "offline 50", signal.SIGTERM)]
+IN_EVALUATIONS += [(qdagger, "offline 100", USR1), (qdagger, "final", signal.SIGTERM)]
+IN_EVALUATIONS += [(script, "online 102", signal.SIGTERM) for script in NETWORKS]
 
 
-@pytest.mark.parametrize(("name", "number"), IN_EVALUATIONS)
+@pytest.mark.parametrize(("script", "name", "number"), IN_EVALUATIONS)
 def test_signal_in_an_evaluation(
-    name: str, number: int, whole: Callable, teacher: Path, evaluations: list[str]
+    script: Any, name: str, number: int, whole: Callable, teacher: Path, evaluations: list[str]
 ) -> None:
-    """The evaluation ends at once, the resumed run repeats it, and the results are the same."""
-    expected = whole(qdagger)
-    run_dir = stop_in_evaluation(qdagger, args_of(qdagger, teacher), name, number)
-    resume(qdagger, run_dir)
-    assert results(run_dir) == expected
-    assert list(dict.fromkeys(evaluations)) == EVALUATIONS
+    """The evaluation ends at once, the resumed run repeats it, and the results are the same.
 
-
-@SCRIPTS
-def test_signal_in_an_evaluation_during_the_online_phase(
-    script: Any, whole: Callable, teacher: Path, evaluations: list[str]
-) -> None:
-    """The same holds there, but for what follows from the new episodes.
-
-    Every 101 steps, the first steps of both environments that reach a multiple are 102 and 202.
+    In the online phase, what follows from the new episodes differs. Every 101 steps, the first steps of both
+    environments that reach a multiple are 102 and 202.
     """
     scalars, models = whole(script)
-    run_dir = stop_in_evaluation(script, args_of(script, teacher), "online 102", signal.SIGTERM)
+    run_dir = stop_in_evaluation(script, args_of(script, teacher), name, number)
     resume(script, run_dir)
-    assert_same_steps(run_dir, scalars)
     found_scalars, found_models = results(run_dir)
-    offline = 100 if script in QDAGGER else 0
-    tag = "charts/online/avg_episodic_return"
-    assert [step for step, _ in found_scalars[tag]] == [offline + 102, offline + 202]
-    assert found_scalars[tag] == scalars[tag]
-    assert found_models.keys() == models.keys()
-    before = f"{script.__name__}-online-102"
-    assert found_models[before] == models[before]
-    assert evaluations == (EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
-
-
-def test_resumed_at_odd_counts(teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each log point, evaluation and update of the target network comes once, wherever and how often a run stops."""
-    moved = []
-    update_target = qdagger.Student.update_target
-    monkeypatch.setattr(qdagger.Student, "update_target", lambda *args: moved.append(True) or update_target(*args))
-    args = args_of(qdagger, teacher, offline_steps=203, offline_eval_frequency=70, target_network_frequency=40)
-    for done in (36, 38, 40, 102, 140, 202, 203):
-        run_dir = stop(qdagger, args, offline_update=done)
-        args = parse_args(qdagger.Args, ["--resume", str(run_dir)])
-    assert len(moved) == 5
-    for done in (2, 12, 200):
-        stop(qdagger, args, online_step=done)
-    resume(qdagger, run_dir, "--total-timesteps", 400)
-    assert len(moved) == 5 + 1 + 400 // 40  # one at the end of the offline phase
-    steps = steps_of(run_dir)
-    for tag in ("loss", "q_loss", "distill_loss", "updates_per_second"):
-        assert steps[f"charts/offline/{tag}"] == [100, 200], tag
-    assert steps["charts/offline/avg_episodic_return"] == [70, 140, 203]
-    for tag in ("charts/SPS", "charts/epsilon", "charts/distill_coeff"):
-        assert steps[tag] == [203 + step - 2 for step in (100, 200, 300, 400)], tag
-    names = ["offline 70", "offline 140", "offline 203", "online 102", "online 202", "online 304"]
-    assert evaluations == ["teacher", "random", *names, "final"]
-    models = {path.stem.removeprefix(f"{STUDENT}-") for path in run_dir.glob("*-*.cleanrl_model")}
-    assert models == {name.replace(" ", "-") for name in names}
+    assert list(dict.fromkeys(evaluations)) == (EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
+    if name == "online 102":
+        assert_same_steps(run_dir, scalars)
+        tag = "charts/online/avg_episodic_return"
+        assert found_scalars[tag] == scalars[tag]
+        before = f"{script.__name__}-online-102"
+        assert found_models[before] == models[before]
+    else:
+        assert (found_scalars, found_models) == (scalars, models)
 
 
 @pytest.mark.parametrize(("script", "steps"), [(qdagger, 10), (qdagger_jax, 0)])
@@ -326,19 +275,20 @@ def test_run_in_a_thread(teacher: Path, evaluations: list[str]) -> None:
     assert evaluations == [*EVALUATIONS, "final"]
 
 
-@SCRIPTS
-def test_first_checkpoint_comes_before_the_first_phase(
-    script: Any, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk where no checkpoint can be saved is noticed at the start."""
-
-    def save(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Checkpoints, "save", save)
-    with pytest.raises(UserError, match="No space left on device; make room or allow it, then start it again"):
-        script.main(args_of(script, teacher))
-    assert not evaluations
+@pytest.mark.parametrize("script", [qdagger, dqn_atari])
+def test_full_disk(script: Any, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a run in one line, before the first phase if no checkpoint can be saved; later the run can be resumed."""
+    args = args_of(script, teacher)
+    run_dir = stop(script, args, **{"online_step" if script is qdagger else "step": 104})
+    before = [*evaluations]
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(UserError, match="No space left on device; make room or allow it, then start it again"):
+            script.main(args)
+        with pytest.raises(UserError, match="No space left on device; make room or allow it, then resume with: python"):
+            resume(script, run_dir)
+    assert evaluations == before
+    resume(script, run_dir)
 
 
 # ==================== state ====================
@@ -380,32 +330,30 @@ def test_script_that_was_changed(
         pass
 
 
-@pytest.mark.parametrize("script", QDAGGER, ids=lambda script: script.__name__)
-def test_teacher_that_was_replaced(script: Any, evaluations: list[str], tmp_path: Path) -> None:
+def test_teacher_that_was_replaced(evaluations: list[str], tmp_path: Path) -> None:
     """A resumed run with other weights in the teacher's file ends in one line, also if it is resumed again."""
     directory = write_teacher(tmp_path / "teacher")
-    run_dir = stop(script, args_of(script, directory, offline_steps=1), offline_update=1)
+    run_dir = stop(qdagger, args_of(qdagger, directory, offline_steps=1), offline_update=1)
     write_teacher(directory, **{"network.9.bias": torch.zeros(NUM_ACTIONS)})
     errors = []
     for _ in range(2):  # an error is kept with its traceback, as in a notebook
         with pytest.raises(UserError, match="another file than at the start; give that file or revision") as error:
-            resume(script, run_dir)
+            resume(qdagger, run_dir)
         errors.append(error)
 
 
 # ==================== divergence ====================
 
 
-def poison(script: Any, learner: Any, *names: str) -> None:
-    """Make the first weight of networks infinite: ``target`` or ``online``."""
-    for name in names:
-        if script in (qdagger, dqn_atari):
-            network = learner.target_network if name == "target" else learner.q_network
-            next(network.parameters()).data[0, 0, 0, 0] = torch.inf
-        else:
-            entry = "target_params" if name == "target" else "params"
-            params = jax.tree.map(lambda array: array + jnp.inf, getattr(learner.state, entry))
-            learner.state = learner.state._replace(**{entry: params})
+def poison(script: Any, learner: Any, name: str) -> None:
+    """Make the first weight of a network infinite: ``target`` or ``online``."""
+    if script in (qdagger, dqn_atari):
+        network = learner.target_network if name == "target" else learner.q_network
+        next(network.parameters()).data[0, 0, 0, 0] = torch.inf
+    else:
+        entry = "target_params" if name == "target" else "params"
+        params = jax.tree.map(lambda array: array + jnp.inf, getattr(learner.state, entry))
+        learner.state = learner.state._replace(**{entry: params})
 
 
 @SCRIPTS
@@ -474,8 +422,9 @@ def test_buffer_size_of_a_resumed_run(stopped: Path, evaluations: list[str]) -> 
     with pytest.raises(UserError, match=r"it has 150 steps .* now would have 100; leave --buffer-size out") as error:
         resume(qdagger, stopped, "--buffer-size", 400)
     assert len(str(error.value).splitlines()) == 1
-    resume(qdagger, stopped)
+    resume(qdagger, stopped, "--total-timesteps", 400)
     assert evaluations[-1] == "final"
+    assert [step for step, _ in read_scalars(stopped)["charts/SPS"]] == [97, 197, 297, 397]
 
 
 def test_finished_training_has_no_more_steps(teacher: Path, evaluations: list[str]) -> None:
@@ -485,6 +434,7 @@ def test_finished_training_has_no_more_steps(teacher: Path, evaluations: list[st
         with pytest.raises(SystemExit):
             qdagger.main(args_of(qdagger, teacher, save_model=False))
     run_dir = only(Path("runs").iterdir())
+    assert not (run_dir / f"{STUDENT}.cleanrl_model").exists()
     with pytest.raises(UserError, match=r"deleted at the end of the training; leave --total-timesteps out"):
         resume(qdagger, run_dir, "--total-timesteps", 999)
     resume(qdagger, run_dir, "--save-model")
@@ -559,24 +509,10 @@ def test_a_damaged_checkpoint_is_one_warning(stopped: Path, capsys: pytest.Captu
 
 # ==================== processes ====================
 
-LINES = """
-import runpy, sys
-from cleanrl_utils import run
-run.LINE_SECONDS = 0
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script, which prints a line about its progress after each step."""
-
 
 def newest_number(folder: Path) -> int:
     """Return the number of the newest checkpoint of the run in ``folder``."""
     return max((int(path.stem) for path in folder.glob("runs/*/checkpoint/*.state")), default=0)
-
-
-def progress_of(run_dir: Path) -> dict[str, Any]:
-    """Return the progress in the newest checkpoint."""
-    return json.loads(Checkpoints(run_dir).load(STUDENT)[1]["progress"])
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
@@ -607,79 +543,13 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "\r" not in output
-    (run_dir,) = (tmp_path / "runs").iterdir()
     (command,) = (line.partition("resume with: ")[2] for line in output.splitlines() if "resume with: " in line)
     assert command.startswith("python ")
     assert "stopped by SIGINT" in output
 
-    done = progress_of(run_dir)
-    command = [sys.executable, "-c", LINES, *shlex.split(command)[1:], "--checkpoint-minutes=1000"]
-    process = subprocess.Popen(command, **options)
-    output = b""
-    while b"of 100,000 updates, " not in output:  # the offline phase begins
-        output += os.read(process.stdout.fileno(), 1000)
-    process.stdout.close()
+    process = subprocess.Popen([sys.executable, *shlex.split(command)[1:]], **options)
+    process.stdout.close()  # as by a Ctrl-C that also ends the reader of the output
+    number = newest_number(tmp_path)
+    wait_for(lambda: newest_number(tmp_path) > number, process)
     process.send_signal(signal.SIGINT)
     assert process.wait(120) in (130, 141)
-    now = progress_of(run_dir)
-    assert (now["teacher_step"], now["offline_update"]) > (done["teacher_step"], done["offline_update"])
-
-
-FULL_DISK = """
-import os, resource, signal, sys, tempfile
-import helpers, qdagger_dqn_atari_impalacnn as qdagger
-from cleanrl_utils.errors import one_line_errors
-from cleanrl_utils.run import parse_args
-qdagger.QNetwork = helpers.SmallNetwork
-tempfile.gettempdir()  # found now, as the disk of /tmp is not full
-
-def run(limit, flags):
-    if os.fork() == 0:
-        with one_line_errors():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            qdagger.main(parse_args(qdagger.Args, flags))
-        sys.exit(0)
-    return os.waitstatus_to_exitcode(os.wait()[1])
-
-for limit in map(int, sys.argv[1].split()):
-    os.makedirs(str(limit))
-    os.chdir(str(limit))
-    print("limit", limit, file=sys.stderr)
-    code = run(limit, sys.argv[2:])
-    print("exit code", code, flush=True, file=sys.stderr)
-    os.chdir("..")
-if os.path.isdir("100000/runs"):
-    os.chdir("100000")
-    print("resumed", run(-1, ["--resume", "runs/" + os.listdir("runs")[0]]), file=sys.stderr)
-"""
-
-
-@pytest.mark.posix
-def test_full_disk(teacher: Path, tmp_path: Path) -> None:
-    """A run ends in one line: at the start, before the teacher's evaluation, or later; then it can be resumed."""
-    args = args_of(qdagger, teacher)
-    flags = [f"--{name}={value}" for name, value in vars(args).items() if value != getattr(qdagger.Args(), name)]
-    flags = [flag.replace("=True", "") for flag in flags]
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, (REPO, REPO / "cleanrl", REPO / "tests")))}
-    result = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, "0 3000 100000", *flags],
-        cwd=tmp_path,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    errors = [line for line in result.stderr.splitlines() if line.strip() and "WARNING: the teacher" not in line]
-    for i, limit in enumerate((0, 3000, 100_000)):
-        start, error, end = errors[3 * i : 3 * i + 3]
-        assert (start, end) in {(f"limit {limit}", f"exit code {code}") for code in (1, 2)}
-        assert error.startswith("error: ")
-        assert "File too large" in error
-        assert "make room" in error
-    assert errors[9:] == ["resumed 0"]
-    evaluations = result.stdout.count("teacher: return")
-    assert evaluations == 2, "the teacher was evaluated before the first checkpoint"  # once before and once resumed
-    steps = steps_of(only((tmp_path / "100000" / "runs").iterdir()))
-    assert steps["charts/offline/loss"] == [100]
-    assert steps["charts/SPS"] == [198, 298, 398]

@@ -24,10 +24,10 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import NUM_ACTIONS, SmallFlaxNetwork, cpu, flax_params, tiny
+from helpers import SmallFlaxNetwork, cpu, flax_params, torch_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import Weights, impala, nature
+from references import Weights, nature
 
 from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
@@ -36,7 +36,6 @@ from cleanrl_utils.models import choose_model, find_model, flax_to_torch, read_a
 ROOT = Path(__file__).parent.parent
 SCRIPTS = (qdagger, qdagger_jax)
 WIDTHS = {"nature": ((32, 64, 64), 512), "impala": ((16, 32, 32), 256)}
-REFERENCES = {"nature": nature, "impala": impala}
 OBSERVATIONS = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
 flax_bytes = flax.serialization.msgpack_serialize
 
@@ -69,15 +68,6 @@ SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4
 SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
 
 
-def torch_bytes(state: Any, **options: Any) -> bytes:
-    """Return the file that ``torch.save`` writes; NumPy arrays in ``state`` become tensors."""
-    if isinstance(state, dict):
-        state = {key: torch.tensor(x) if isinstance(x, np.ndarray) else x for key, x in state.items()}
-    buffer = io.BytesIO()
-    torch.save(state, buffer, **options)
-    return buffer.getvalue()
-
-
 def zip_bytes(files: dict[str, bytes | str]) -> bytes:
     """Return a zip archive of files."""
     buffer = io.BytesIO()
@@ -104,27 +94,6 @@ def sb3_zip(state: Any, num_actions: int = 6, shape: tuple = (4, 84, 84), **poli
 def load(script: Any, path: Path, num_actions: int = 6, temperature: float = 1.0, bf16: bool = False) -> Any:
     """Load a model file as a teacher on the CPU."""
     return script.Teacher(path, num_actions, temperature, cpu(script, bf16))
-
-
-def reference_q_values(architecture: str, weights: Weights) -> np.ndarray:
-    """Compute the Q-values of OBSERVATIONS in float64."""
-    return REFERENCES[architecture]({key: value.astype(float) for key, value in weights.items()}, OBSERVATIONS)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("architecture", WIDTHS)
-def test_q_values_of_a_teacher(script: Any, architecture: str, tmp_path: Path) -> None:
-    """In bfloat16, hidden layers are rounded to 8 bits and Q-values are not."""
-    weights = random_weights(architecture)
-    (tmp_path / "model").write_bytes(torch_bytes(weights))
-    expected = reference_q_values(architecture, weights)
-    assert np.ptp(expected) > 0.05
-    np.testing.assert_allclose(load(script, tmp_path / "model").q_values(OBSERVATIONS), expected, atol=1e-5)
-    q_values = load(script, tmp_path / "model", bf16=True).q_values(OBSERVATIONS)
-    assert q_values.dtype == np.float32
-    assert np.abs(q_values - expected).max() > 1e-4, "computed in float32"
-    assert (q_values.view(np.uint32) & 0xFFFF).any(), "the last layer is rounded to bfloat16"
-    np.testing.assert_allclose(q_values, expected, rtol=0, atol=0.02 * np.abs(expected).max())
 
 
 # ==================== formats and conversion ====================
@@ -205,7 +174,7 @@ def test_agent_of_ppo(script: Any, tmp_path: Path) -> None:
         (tmp_path / "agent").write_bytes(data)
         teacher = load(script, tmp_path / "agent", temperature=0.5)
         assert teacher.action_temperature == 0.5
-        expected = 0.5 * reference_q_values("nature", WEIGHTS)
+        expected = 0.5 * nature({key: value.astype(float) for key, value in WEIGHTS.items()}, OBSERVATIONS)
         np.testing.assert_allclose(teacher.q_values(OBSERVATIONS), expected, atol=1e-5)
 
 
@@ -254,25 +223,14 @@ def test_own_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(teacher.network) is script.QNetwork
         assert teacher.action_temperature == 0
         np.testing.assert_allclose(teacher.q_values(OBSERVATIONS), expected, atol=1e-5)
+        rounded = load(script, tmp_path / "own", bf16=True).q_values(OBSERVATIONS)
+        np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02 * np.abs(expected).max())
         with pytest.raises(UserError, match="its layers are not those of"):
             load(other, tmp_path / "own")
         assert type(load(script, tmp_path / "published").network) is script.TeacherNetwork
-
-
-@pytest.mark.posix
-@pytest.mark.usefixtures("no_evaluations")
-def test_own_network_trains_and_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in bfloat16, from a directory of any name. A file that torch.compile has wrapped is the same model."""
-    monkeypatch.setattr(qdagger, "QNetwork", OwnNetwork)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.chdir(tmp_path)
-    state = {f"_orig_mod.{name}": array for name, array in OwnNetwork(NUM_ACTIONS).state_dict().items()}
-    directory = tmp_path / "two\nlines, not UTF-8: \udcff"
-    directory.mkdir()
-    (directory / "dqn_atari.cleanrl_model").write_bytes(torch_bytes(state))
-    qdagger.main(tiny(directory))
-    (student,) = Path("runs").glob("*/*-offline-4.cleanrl_model")
-    assert type(load(qdagger, student, NUM_ACTIONS).network) is OwnNetwork
+    compiled = {f"_orig_mod.{name}": array for name, array in OwnNetwork(6).state_dict().items()}
+    (tmp_path / "own").write_bytes(torch_bytes(compiled))
+    assert type(load(qdagger, tmp_path / "own").network) is OwnNetwork
 
 
 # ==================== files that cannot be used ====================
@@ -383,27 +341,24 @@ def test_a_bug_keeps_its_traceback(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_policies_of_another_network(tmp_path: Path) -> None:
-    """An agent of stable-baselines3 that is recurrent, of other layers, for another game or with other observations.
+    """An agent of stable-baselines3 that is recurrent, for another game or with other observations.
 
     The one requirement that it does not meet is named, with the remedy, and no script that it does not come from.
     """
-    for name in ("lstm_actor.weight_ih_l0", "mlp_extractor.policy_net.0.bias", "log_std"):
-        message = f"its layers are not those of TeacherNetwork: it lacks [] and has [({name!r}, (6,))]; "
-        check_unusable(tmp_path, sb3_zip(WEIGHTS | {"action_net.bias": BIAS, name: BIAS}), message)
+    recurrent = WEIGHTS | {"action_net.bias": BIAS, "lstm_actor.weight_ih_l0": BIAS}
     four_frames = "instead of four frames of 84×84; train it with make_atari_env and VecFrameStack(env, n_stack=4); "
     for data, message in (
+        (sb3_zip(recurrent), "its layers are not those of TeacherNetwork: it lacks [] and has [('lstm_actor.weight_ih"),
         (sb3_zip(WEIGHTS, shape=(1, 84, 84)), f"its observations have the shape [1, 84, 84] {four_frames}"),
-        (sb3_zip(WEIGHTS, shape=(4, 88, 88)), f"its observations have the shape [4, 88, 88] {four_frames}"),
         (sb3_zip(WEIGHTS, normalize_images=False), "normalize_images=False; train it with the default, True; "),
         (sb3_zip(WEIGHTS, num_actions=10**30), "its actions are not those of an Atari game; "),
         (sb3_zip(random_weights("nature", 18)), "it has 18 actions, and this game has 6; "),
         (sb3_zip({"quantile_net.quantile_net.0.bias": np.zeros(301)}), "cannot reshape array of size 301"),
         (sb3_zip({"quantile_net.quantile_net.0.bias": "text"}), "is str, not floating-point numbers"),
     ):
-        check_unusable(tmp_path, data, message)
-    wrong = sb3_zip(WEIGHTS, shape=())
-    check_unusable(tmp_path, wrong, "a network of your own is read by the script that saved it (enjoy: --script)")
-    assert "the script that saved it" not in check_unusable(tmp_path, wrong, "", name="agent.zip")
+        text = check_unusable(tmp_path, data, message, name="agent.zip")
+        assert "the script that saved it" not in text
+    check_unusable(tmp_path, b"", "a network of your own is read by the script that saved it (enjoy: --script)")
 
 
 def test_zip_archives(tmp_path: Path) -> None:
@@ -427,12 +382,6 @@ def test_zip_archives(tmp_path: Path) -> None:
         check_unusable(tmp_path, content, *messages)
 
 
-def test_truncated_file(tmp_path: Path) -> None:
-    for data in formats(WEIGHTS):
-        for kept in (0.999, 0.5, 0.0001):
-            check_unusable(tmp_path, data[: int(kept * len(data))], "")
-
-
 def test_code_does_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "code was run"
     state = {"network.0.weight": Hostile(os.mkdir, str(marker))}
@@ -449,8 +398,9 @@ def test_code_does_not_run(tmp_path: Path) -> None:
 @given(st.data())
 @settings(max_examples=120)
 def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whatever bytes change, reading gives finite arrays or one line."""
+    """Whatever bytes change or are cut off, reading gives finite arrays or one line."""
     content = bytearray(data.draw(st.sampled_from(formats(SMALL))))
+    del content[data.draw(st.integers(1, 2 * len(content))) :]
     for _ in range(data.draw(st.integers(1, 4))):
         place = data.draw(st.integers(0, len(content) - 1))
         content[place : place + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
@@ -461,20 +411,6 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
             assert array.dtype in (np.float32, np.int32, np.int64)
             assert np.isfinite(array).all()
     check_unusable(path.parent, bytes(content), "")
-
-
-leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary()
-dtypes = st.sampled_from(["float32", "<f8", "int8", "O", "float32,float32", "S3", "datetime64[D]", "(0,)f4"]) | leaves
-sizes = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 10**9]), max_size=4)
-arrays = st.builds(ext_array, sizes, dtypes, st.binary(max_size=16))
-names = st.sampled_from(["params", "Conv_0", "Dense_0", "ConvSequence_0", "kernel", "bias", "0", "1"]) | st.text()
-trees = st.recursive(leaves | arrays, lambda x: st.dictionaries(names, x, max_size=4) | st.lists(x), max_leaves=9)
-
-
-@given(st.dictionaries(names, trees, max_size=4))
-@settings(max_examples=100)
-def test_any_msgpack(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any]) -> None:
-    check_unusable(tmp_path_factory.getbasetemp(), msgpack.packb(tree), "")
 
 
 # ==================== directories and repositories ====================
@@ -536,15 +472,6 @@ def test_the_model_of_a_directory(files: str, exp_name: str, found: str, tmp_pat
     else:
         with pytest.raises(FileNotFoundError, match=found):
             choose_model(tmp_path, exp_name)
-
-
-@pytest.mark.posix
-def test_path_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    os.mkfifo(tmp_path / "pipe")
-    for repo in (str(tmp_path), "~", "~/pipe"):
-        with pytest.raises(UserError, match=f"^no model can be loaded from '{repo}': it has no file dqn_atari.cleanrl"):
-            find_model(repo, "dqn_atari")
 
 
 def test_run_that_has_not_ended(tmp_path: Path) -> None:

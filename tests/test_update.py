@@ -13,14 +13,12 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 import torch.nn.functional as F
-from helpers import AGENTS, SmallNetwork, cpu, double_dqn, dqn_losses, qdagger_losses, random_batch, spread
+from helpers import AGENTS, SmallNetwork, cpu, dqn_losses, qdagger_losses, random_batch, random_step, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import Weights, impala, log_softmax, nature
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from cleanrl_utils.atari import StepResult
 
 NUM_ACTIONS = 6
 BATCH_SIZE = 4
@@ -202,21 +200,11 @@ def test_loss_and_its_gradient(
 # ==================== updates ====================
 
 
-def random_step(script: Any, rng: np.random.Generator) -> tuple:
-    """Return random arguments for `Replay.add`."""
-    reward = rng.integers(-1, 2, 2, dtype=np.int32)
-    flags = rng.random((2, 2)) < 0.1
-    observation = rng.integers(0, 256, (2, 4, 84, 84), dtype=np.uint8)
-    result = StepResult(observation, reward, terminated=flags[0], truncated=flags[1], reset=flags[1], episodes=[])
-    teacher_q_values = rng.normal(size=(2, NUM_ACTIONS)).astype(np.float32)
-    return observation, rng.integers(0, NUM_ACTIONS, 2), result, *[teacher_q_values] * (script is qdagger)
-
-
 def make_replay(script: Any, rng: np.random.Generator, hardware: Any) -> Any:
     """Make a replay buffer of 15 steps that has wrapped around."""
     replay = script.Replay(30, 2, *[NUM_ACTIONS] * (script is qdagger), 3, hardware)
     for _ in range(20):
-        replay.add(*random_step(script, rng))
+        replay.add(*random_step(script, rng, 2, NUM_ACTIONS))
     return replay
 
 
@@ -235,55 +223,29 @@ def update(script: Any, agent: Any, replay: Any, coefficient: float, learning_ra
     return agent.update(replay, *([coefficient, learning_rates] if script is qdagger else ()))
 
 
-class NaiveAgent:
-    """A Q-network that learns as the agent's should, by single gradient steps.
-
-    With ``double``, the target is double DQN's; with ``stale``, the Q-network at the start of a call chooses its
-    actions.
-    """
-
-    def __init__(self, script: Any, agent: Any, double: bool = False, stale: bool = False):
-        self.script = script
-        self.loss = LOSSES[script]
-        self.agent = agent
-        self.q_network = copy.deepcopy(agent.q_network)
-        self.target_network = copy.deepcopy(agent.target_network)
-        self.adam = torch.optim.Adam(self.q_network.parameters(), fused=True)
-        self.double = double
-        self.stale = stale
-
-    def update(self, replay: Any, coefficient: float, learning_rates: Sequence[float]) -> Any:
-        """Make a gradient step for each learning rate on the batches that the agent would sample now."""
-        generator = self.agent.generator
-        state = generator.get_state()
-        for i in range(0, len(learning_rates), 4):
-            losses = self.gradient_steps(replay, coefficient, learning_rates[i : i + 4])
-        generator.set_state(state)
-        return losses
-
-    def gradient_steps(self, replay: Any, coefficient: float, learning_rates: Sequence[float]) -> Any:
-        """Make gradient steps on one sample."""
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.agent.hardware.bf16)
-        steps = replay.sampled_steps()
-        size = BATCH_SIZE * len(learning_rates)
-        whole = self.script.sample(replay.ring, steps.start, steps.stop, size, self.agent.generator, 3, 0.99)
-        columns = zip(*(array.split(BATCH_SIZE) for array in whole), strict=True)
-        batches = [self.script.Batch(*arrays) for arrays in columns]
+def naive_update(
+    script: Any, agent: Any, q_network: torch.nn.Module, adam: Any, replay: Any, coefficient: float, rates: list[float]
+) -> Any:
+    """Let a Q-network learn as the agent's should: by single gradient steps on the batches that it would sample now."""
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=agent.hardware.bf16)
+    coefficients = (coefficient, 0.5) if script is qdagger else ()
+    state = agent.generator.get_state()
+    steps = replay.sampled_steps()
+    for i in range(0, len(rates), 4):
+        size = BATCH_SIZE * len(rates[i : i + 4])
+        whole = script.sample(replay.ring, steps.start, steps.stop, size, agent.generator, 3, 0.99)
         with autocast, torch.no_grad():  # the target network is the same for all batches
-            target_q_values = self.target_network(whole.bootstrap_observation).split(BATCH_SIZE)
-        before = copy.deepcopy(self.q_network)
-        for batch, q_values, learning_rate in zip(batches, target_q_values, learning_rates, strict=True):
+            target_q_values = agent.target_network(whole.bootstrap_observation).split(BATCH_SIZE)
+        columns = zip(*(array.split(BATCH_SIZE) for array in whole), strict=True)
+        for arrays, q_values, rate in zip(columns, target_q_values, rates[i : i + 4], strict=True):
             with autocast:
-                if self.double:  # the loss takes the maximum, here of one value
-                    chooser = before if self.stale else self.q_network
-                    q_values = q_values.gather(1, chooser(batch.bootstrap_observation).argmax(dim=1, keepdim=True))
-                coefficients = (coefficient, 0.5) if self.script is qdagger else ()
-                losses = self.loss(self.q_network, q_values, batch, *coefficients)
-            self.adam.param_groups[0]["lr"] = learning_rate
-            self.adam.zero_grad()
+                losses = LOSSES[script](q_network, q_values, script.Batch(*arrays), *coefficients)
+            adam.param_groups[0]["lr"] = rate
+            adam.zero_grad()
             losses[0].backward()
-            self.adam.step()
-        return losses
+            adam.step()
+    agent.generator.set_state(state)
+    return losses
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -298,38 +260,19 @@ def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
     rng = np.random.default_rng(7)
     agent = make_agent(script, cpu(script, bf16))
     replay = make_replay(script, rng, agent.hardware)
-    naive = NaiveAgent(script, agent)
+    q_network = copy.deepcopy(agent.q_network)
+    target_network = copy.deepcopy(agent.target_network)
+    adam = torch.optim.Adam(q_network.parameters(), fused=True)
     for coefficient, learning_rates in ((1.0, [1e-3]), (0.3, [5e-4, 1e-4, 2e-3, 3e-4, 1e-3]), (0.0, [2e-3])):
         if script is dqn_atari:
             learning_rates = [1e-3]
-        expected = naive.update(replay, coefficient, learning_rates)
+        expected = naive_update(script, agent, q_network, adam, replay, coefficient, learning_rates)
         losses = update(script, agent, replay, coefficient, learning_rates)
         assert all(map(torch.equal, losses, expected))
-        assert same_weights(agent.q_network, naive.q_network)
-        assert same_weights(agent.target_network, naive.target_network)
-        replay.add(*random_step(script, rng))
+        assert same_weights(agent.q_network, q_network)
+        assert same_weights(agent.target_network, target_network)
+        replay.add(*random_step(script, rng, 2, NUM_ACTIONS))
     assert all(parameter.grad is None for parameter in agent.target_network.parameters())
-
-
-@every_script
-def test_double_dqn_in_the_loss(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each gradient step of a call, the Q-network of that very step chooses the action."""
-    monkeypatch.setattr(script, "QNetwork", SmallNetwork)
-    monkeypatch.setattr(script, LOSSES[script].__name__, double_dqn(LOSSES[script]))
-    agent = make_agent(script, cpu(script))
-    replay = make_replay(script, np.random.default_rng(7), agent.hardware)
-    double = NaiveAgent(script, agent, double=True)
-    others = [NaiveAgent(script, agent), NaiveAgent(script, agent, double=True, stale=True)]
-    learning_rates = [0.01] * 4 if script is qdagger else [1e-3]
-    expected = double.update(replay, 0.3, learning_rates)
-    for other in others:
-        other.update(replay, 0.3, learning_rates)
-    losses = update(script, agent, replay, 0.3, learning_rates)
-    assert all(map(torch.equal, losses, expected))
-    assert same_weights(agent.q_network, double.q_network)
-    assert not same_weights(agent.q_network, others[0].q_network)
-    # A call of DQN's script is a single gradient step.
-    assert same_weights(agent.q_network, others[1].q_network) == (script is dqn_atari)
 
 
 class NoisyNetwork(SmallNetwork):
@@ -341,8 +284,8 @@ class NoisyNetwork(SmallNetwork):
         self.dropout = torch.nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.norm(self.network[0](x / 255.0)))
-        return self.network[3](self.dropout(hidden.flatten(1))).float()
+        hidden = F.relu(self.norm(self.network["0"](x / 255.0)))
+        return self.network["7"](self.dropout(hidden.flatten(1))).float()
 
 
 @every_script
@@ -421,7 +364,7 @@ def test_nothing_synchronises_with_a_gpu(script: Any, monkeypatch: pytest.Monkey
     rng = np.random.default_rng(7)
     agent = make_agent(script, cpu(script)._replace(device=torch.device("meta")))
     replay = make_replay(script, rng, agent.hardware)
-    step = random_step(script, rng)
+    step = random_step(script, rng, 2, NUM_ACTIONS)
     observation = torch.empty((2, 4, 84, 84), dtype=torch.uint8, device="meta")
     steps = replay.sampled_steps()
     inputs = steps.start, steps.stop, *((0.5, 1e-3, 1e-3) if script is qdagger else ())

@@ -1,8 +1,6 @@
 """Windows, acted out: our modules need nothing that only POSIX has."""
 
 import errno
-import json
-import os
 import subprocess
 import sys
 import time
@@ -12,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import qdagger_dqn_atari_impalacnn as qdagger
-from helpers import REPO, tiny
+from helpers import REPO
 
 from cleanrl_utils.checkpoint import Checkpoints
-from cleanrl_utils.checks import check_args
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.files import atomic_write, lock_run
-from cleanrl_utils.run import Run
+from cleanrl_utils.files import atomic_write
 
 # Other packages are imported before, as they have their own ways on Windows.
 PROGRAM = """
@@ -68,60 +63,31 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str, float], None]
     return refuse
 
 
-def write_states(run_dir: Path) -> None:
-    """Write the state files of two checkpoints."""
-    (run_dir / "checkpoint").mkdir()
-    for number in (1, 2):
-        with zipfile.ZipFile(run_dir / f"checkpoint/00000{number}.state", "w") as file:
-            state = {"members": [], "segments": [], "replay": None, "script": "dqn_atari", "number": number}
-            file.writestr("state.json", json.dumps(state))
-
-
-def test_a_file_that_is_open_elsewhere_is_replaced_later(refuse: Callable, tmp_path: Path) -> None:
+def test_a_file_that_is_open_elsewhere(refuse: Callable, tmp_path: Path) -> None:
+    """It is replaced later. If it stays open, it is kept and named."""
+    path = tmp_path / "model"
+    path.write_bytes(b"old")
     refuse(Path, "replace", 3)
-    with atomic_write(tmp_path / "model") as file:
+    with atomic_write(path) as file:
         file.write(b"new")
-    assert (tmp_path / "model").read_bytes() == b"new"
-
-
-def test_a_file_that_stays_open_elsewhere_is_kept_and_named(refuse: Callable, tmp_path: Path) -> None:
-    (tmp_path / "model").write_bytes(b"old")
+    assert path.read_bytes() == b"new"
     refuse(Path, "replace", float("inf"))
-    with pytest.raises(PermissionError) as error, atomic_write(tmp_path / "model") as file:
-        file.write(b"new")
-    assert error.value.filename == str(tmp_path / "model")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model": b"old"}
+    with pytest.raises(PermissionError) as error, atomic_write(path) as file:
+        file.write(b"newer")
+    assert error.value.filename == str(path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model": b"new"}
 
 
-def test_a_checkpoint_that_is_open_elsewhere_is_read_later(refuse: Callable, tmp_path: Path) -> None:
-    write_states(tmp_path)
+def test_a_checkpoint_that_is_open_elsewhere(refuse: Callable, tmp_path: Path) -> None:
+    """It is read later. If it stays open, it is not taken for damaged.
+
+    Otherwise the run would be resumed from the one before, and overwrite the newest.
+    """
+    checkpoints = Checkpoints(tmp_path)
+    for number in (1, 2):
+        checkpoints.save({"script": "dqn_atari", "number": number}, {})
     refuse(zipfile, "ZipFile", 3)
     assert Checkpoints(tmp_path).load("dqn_atari")[0]["number"] == 2
-
-
-def test_a_checkpoint_that_stays_open_elsewhere_is_not_taken_for_damaged(refuse: Callable, tmp_path: Path) -> None:
-    """The run would be resumed from the one before, and overwrite the newest."""
-    write_states(tmp_path)
     refuse(zipfile, "ZipFile", 20)
     with pytest.raises(UserError, match=r"000002\.state.*close the program"):
         Checkpoints(tmp_path).load("dqn_atari")
-
-
-def test_an_event_file_that_stays_open_elsewhere_is_named(
-    refuse: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with Run(qdagger.Args()) as run:
-        pass
-    (run.directory / "events.out.tfevents.1").write_bytes(b"later points")
-    refuse(os, "truncate", float("inf"))
-    with pytest.raises(UserError, match=r"tfevents\.1.*close the program"), Run(qdagger.Args(resume=run.directory)):
-        pass
-    with lock_run(run.directory):  # it was released
-        pass
-
-
-@pytest.mark.parametrize("name", ["aux", "AUX.2", "com1"])
-def test_names_of_devices_name_no_experiment(name: str) -> None:
-    with pytest.raises(UserError, match="--exp-name"):
-        check_args(tiny(exp_name=name), None, 1)
