@@ -262,9 +262,9 @@ def test_tables_of_results_are_those_of_the_csv(page: Path, tmp_path: Path) -> N
     assert read(copy) == read(page)
 
 
-# Variants of edited scripts, and the long run, whose command is in the text.
+# Variants of edited scripts, and single runs, whose commands are in the text or in a model card.
 EDITED = ("adam-1.5e-4", "huber", "latched", "target-updates")
-NO_COMMAND = {"qdagger-2.5M", *(f"qdagger_dqn_atari_impalacnn-{name}" for name in EDITED)}
+NO_COMMAND = {"qdagger-2.5M", "embedded", *(f"qdagger_dqn_atari_impalacnn-{name}" for name in EDITED)}
 
 
 @pytest.mark.posix
