@@ -402,7 +402,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     content = bytearray(data.draw(st.sampled_from(formats(SMALL))))
     del content[data.draw(st.integers(1, 2 * len(content))) :]
     for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(content) - 1))
+        place = data.draw(st.integers(0, len(content)))
         content[place : place + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
     path = tmp_path_factory.getbasetemp() / "file"
     path.write_bytes(content)
