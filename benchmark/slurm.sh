@@ -12,6 +12,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 srun python -m cleanrl_utils.benchmark "$@" --num-seeds 1 --start-seed "$SLURM_ARRAY_TASK_ID" --workers 1
 code=$?
 # 140 is 128 + USR2, which Slurm sends 300 seconds before the time limit. The runs have saved checkpoints.
+# With --checkpoint-minutes 0, a run would start again after every time limit.
 if [ $code = 140 ]; then
     scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi

@@ -116,15 +116,6 @@ def test_the_finished_the_longer_and_the_newer_run_of_a_seed_count(
     assert capsys.readouterr().err == f"WARNING: {paths[2 - used]} is left out; {found}\n"
 
 
-def test_a_file_is_read_up_to_a_record_that_is_not_complete(tmp_path: Path) -> None:
-    """As that of a run which is writing it, or was killed."""
-    run = write_run(tmp_path, 1, {TRAINING: [(1000 + i, float(i)) for i in range(200)]})
-    (path,) = run.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    curves, _ = report.read_events(run)
-    assert curves[TRAINING][:, 1].tolist() == [*range(199)]
-
-
 def test_an_unfinished_run_has_the_results_of_its_newest_evaluation(tmp_path: Path) -> None:
     """Its evaluations during the online phase are in the file of results and in the figure, as those of a whole run."""
     points: Points = {OFFLINE: [(500, 3.0), (1000, 4.0)], ONLINE: [(6000, 5.5), (11000, 6.25)]}
