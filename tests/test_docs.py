@@ -1,6 +1,7 @@
 """README and docs agree with the code: flags, metrics, commands, files, links, examples; and the site builds."""
 
 import ast
+import contextlib
 import functools
 import os
 import re
@@ -147,6 +148,7 @@ def test_commands_exist(page: Path) -> None:
     """Programs, their flags, targets of make, extras and files in commands exist, or the page makes them."""
     extras = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
     copies = {words[2]: words[1] for words in commands(page) if words[:1] == ["cp"]}
+    written = re.findall(r"^The test `([^`]+)`", read(page), re.MULTILINE)
     for line in commands(page):
         words = [copies.get(word, word) for word in line]
         if words[:1] == ["make"]:
@@ -159,7 +161,7 @@ def test_commands_exist(page: Path) -> None:
             assert file.is_file(), words
             assert not [word for word in words if word.startswith("--") and not has_flag(flags_of(file), word)], words
         for word in words:
-            if re.match(r"(cleanrl|teachers|benchmark|requirements|tests)/", word):
+            if re.match(r"(cleanrl|teachers|benchmark|requirements|tests)/", word) and word not in written:
                 assert list(ROOT.glob(word)), word
 
 
@@ -205,29 +207,35 @@ def test_the_command_of_the_demo_is_documented() -> None:
     assert [page.name for page in PAGES for words in commands(page) if words[2:] == flags] == ["install.md"]
 
 
-def test_the_example_of_a_changed_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each diff applies to its script and gives the loss of a transition from state 0 to state 1."""
-    (example,) = re.findall(r"^### Example: .*?\n(.*?)^## ", read(DOCS / "contributing.md"), re.DOTALL | re.MULTILINE)
-    diffs = re.findall(r"^```diff\n(.*?)^```", example, re.DOTALL | re.MULTILINE)
+def test_examples_of_a_changed_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each diff applies to both scripts, and the test of its copies fails before it and succeeds after it."""
+    pattern = re.compile(r"^### Example: (.*?)\n(.*?)(?=^###? )", re.DOTALL | re.MULTILINE)
+    examples = dict(pattern.findall(read(DOCS / "contributing.md")))
+    assert [*examples] == ["double DQN", "Huber loss", "margin loss"]
+    test = re.search(r'^```python\n(""".*?)^```', examples["double DQN"], re.DOTALL | re.MULTILINE)[1]
     monkeypatch.setattr(sys, "path", [*sys.path])  # a script inserts its folder
-    transition = {"observation": [0], "action": [1], "n_step_return": [0.5], "bootstrap_observation": [1]}
-    transition |= {"bootstrap_discount": [0.9], "teacher_q_values": [[0.0, 0.0]]}
-    for script, diff in zip(SCRIPTS[2:], diffs, strict=True):
-        removed, added = ("".join(re.findall(rf"^{sign}(.*\n)", diff, re.MULTILINE)) for sign in ("-", r"\+"))
-        assert read(script).count(removed) == 1
-        module = types.ModuleType("qdagger_double")
-        module.__file__ = str(tmp_path / "qdagger_double.py")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(read(script).replace(removed, added), vars(module))
-        array = module.torch.tensor if script == SCRIPTS[2] else module.jnp.array
-        batch = module.Batch(**{name: array(value) for name, value in transition.items()})
-        q_values = array([[1.0, 2.0], [4.0, 3.0]])  # a table instead of a network: action 0 is the best in state 1
-        network = (q_values.__getitem__,)
-        if script == SCRIPTS[3]:
-            network = (q_values, types.SimpleNamespace(apply=lambda params, state: params[state]))
-        losses = module.qdagger_loss(*network, array([[5.0, 7.0]]), batch, 1.0, 0.1)
-        losses = losses if script == SCRIPTS[2] else losses[1]
-        assert losses.td_loss.item() == pytest.approx((2.0 - (0.5 + 0.9 * 5.0)) ** 2)
+    for title, text in examples.items():
+        edited = test.replace("td_loss", "distill_loss") if title == "margin loss" else test
+        for line in re.findall(r"`(EXPECTED = .*?)`", text):
+            edited = re.sub(r"EXPECTED = .*", line, edited)
+        sources = {script: read(script) for script in SCRIPTS[2:]}
+        changed = {}
+        diffs = re.findall(r"^```diff\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        for (script, source), diff in zip(sources.items(), diffs, strict=True):
+            removed, added = ("".join(re.findall(rf"^{sign}(.*\n)", diff, re.MULTILINE)) for sign in ("-", r"\+"))
+            assert source.count(removed) == 1, (title, script.name)
+            changed[script] = source.replace(removed, added)
+        for copies, works in ((sources, False), (changed, True)):
+            for name, source in zip(("qdagger_double", "qdagger_double_jax"), copies.values(), strict=True):
+                module = types.ModuleType(name)
+                module.__file__ = str(tmp_path / f"{name}.py")
+                monkeypatch.setitem(sys.modules, name, module)
+                exec(source, vars(module))
+            functions: dict = {}
+            exec(edited, functions)
+            for name in ("test_pytorch", "test_jax"):
+                with contextlib.nullcontext() if works else pytest.raises(AssertionError):
+                    functions[name]()
 
 
 def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
