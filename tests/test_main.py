@@ -298,7 +298,7 @@ def test_episodes_end_after_half_an_hour() -> None:
 
 
 def test_exploration(run: Recorder) -> None:
-    """The teacher explores in its data, the student online; all that is chosen is sent."""
+    """The teacher explores in its data, the student online, with the run's seed; all that is chosen is sent."""
     args = run.args
     steps = range(0, args.total_timesteps, args.num_envs)
     schedules = {"online": [(args.exploration_fraction * args.total_timesteps, run.offline_steps + i) for i in steps]}
@@ -312,6 +312,11 @@ def test_exploration(run: Recorder) -> None:
         assert len(set(expected)) > 4
         for choice, send in zip(chosen, run.of("send", phase), strict=True):
             np.testing.assert_array_equal(send.chosen, choice.returned)
+    rng = np.random.default_rng(args.seed)
+    for choice in run.of("epsilon_greedy", *schedules):
+        temperature = [choice.temperature] * run.has_teacher
+        expected = run.script.epsilon_greedy(choice.q_values, choice.epsilon, rng, *temperature)
+        np.testing.assert_array_equal(choice.returned, expected)
     assert run.of("epsilon_greedy", "online")[-1].epsilon == pytest.approx(args.end_e)
 
 
