@@ -117,76 +117,52 @@ def test_a_clock_that_is_behind(seconds: int, folder: Path, monkeypatch: pytest.
 
 @contextlib.contextmanager
 def failing(owner: Any, name: str) -> Iterator[None]:
-    """Let a method do its work and then raise an error, as a file of a server that went away."""
+    """Let a method do its work and then raise an error, as a file of a server that went away; truncate no file."""
+    error = OSError(errno.ESTALE, "Stale file handle")
     method = getattr(owner, name)
 
     def fail(*args: Any, **kwargs: Any) -> None:
         method(*args, **kwargs)
         if owner is not os or "tfevents" in os.readlink(f"/proc/self/fd/{args[0]}"):  # others of the process
-            raise OSError(errno.ESTALE, "Stale file handle")
+            raise error
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, fail)
-        if name == "__init__":  # the writer that is open fails too
-            patch.setattr(EventFileWriter, "flush", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        patch.setattr(os, "truncate", mock.Mock(side_effect=error))
         yield
 
 
-FAILURES = [(EventFileWriter, "flush"), (EventFileWriter, "add_event"), (EventFileWriter, "__init__")]
-FAILURES += [(RecordWriter, "write"), (os, "fsync")]
 # That of TensorBoard which writes; `one_line_errors` hides it.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-FAILING = pytest.mark.parametrize(("owner", "name"), FAILURES, ids=lambda value: getattr(value, "__name__", value))
-
-
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.posix
-@FAILING
+@pytest.mark.parametrize(("owner", "name"), [(EventFileWriter, "flush"), (RecordWriter, "write"), (os, "fsync")])
 def test_a_log_that_fails_for_a_while(owner: Any, name: str, folder: Path, monkeypatch: Any, capsys: Any) -> None:
-    """The run continues with one warning, and in the end each point is there once."""
+    """The run continues with one warning, and in the end each point is there once.
+
+    A checkpoint holds the events that are not in a file, and a resumed run writes them. Lost points are a warning.
+    """
     monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0)
     writer = Writer(folder)
     log(writer, range(10))
-    for start in (10, 60):
-        with failing(owner, name):
-            log(writer, range(start, start + 25))
-            writer.dump()
-            log(writer, range(start + 25, start + 45))
-            (warning,) = warnings_of(capsys)
-            assert re.fullmatch(r"WARNING: the log .*tfevents.* can't be written \(.*Stale file handle\); .*", warning)
-        log(writer, range(start + 45, start + 50))
-    writer.close()
-    assert points_of(folder) == [(i, i) for i in range(110)]
-    assert not warnings_of(capsys)
-
-
-@pytest.mark.posix
-@pytest.mark.parametrize("can_truncate", [True, False])
-@FAILING
-def test_a_checkpoint_while_the_log_fails(
-    can_truncate: bool, owner: Any, name: str, folder: Path, monkeypatch: Any, capsys: Any
-) -> None:
-    """It holds the events that are not in a file, and the resumed run writes them, each once."""
-    writer = Writer(folder)
-    log(writer, range(10))
-    writer.dump()
-    with failing(owner, name), monkeypatch.context() as patch:
-        if not can_truncate:
-            patch.setattr(os, "truncate", mock.Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
-        log(writer, range(10, 15))
-        writer.dump()
-        log(writer, range(15, 20))
+    with failing(owner, name):
+        log(writer, range(10, 35))
         state = writer.dump()
-        log(writer, range(20, 25))
-        writer.close()
-        first, *others = warnings_of(capsys)
-        assert "can't be written" in first
-        # Without fsync, events can be in a file at the end, but not safe from a loss of power.
-        lost = [] if name == "fsync" and can_truncate else [f"WARNING: 15 points of {folder} could not be written"]
-        assert others == lost
+        log(writer, range(35, 55))
+    (warning,) = warnings_of(capsys)
+    assert re.fullmatch(r"WARNING: the log .*tfevents.* can't be written \(.*Stale file handle\); .*", warning)
+    log(writer, range(55, 60))
+    writer.close()
+    assert points_of(folder) == [(i, i) for i in range(60)]
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 60)
     resumed = Writer(folder, state)
-    log(resumed, range(20, 23))
-    resumed.close()
-    assert points_of(folder) == [(i, i) for i in range(23)]
+    log(resumed, range(35, 38))
+    resumed.flush()
+    assert points_of(folder) == [(i, i) for i in range(38)]
+    assert not warnings_of(capsys)
+    with failing(EventFileWriter, "flush"):
+        log(resumed, range(38, 40))
+        resumed.close()
+    assert warnings_of(capsys)[1:] == [f"WARNING: 2 points of {folder} could not be written"]
 
 
 # ==================== a run ====================
