@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dqn_atari
-import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import tyro
 import yaml
-from matplotlib.figure import Figure
 
 from benchmark import publish
-from cleanrl_utils import evaluation, report
+from cleanrl_utils import report
 from cleanrl_utils.checks import annotations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -241,17 +239,6 @@ def test_examples_of_a_changed_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                     functions[name]()
 
 
-def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run with the returns of the table prints this table."""
-    table = re.search(r"^```text\n(.*?)^```", read(README), re.DOTALL | re.MULTILINE)[1]
-    returns = {}
-    for name, mean, deviation in re.findall(r"^  (\w+(?: \d+)?) +([\d.]+) ± +([\d.]+)", table, re.MULTILINE):
-        returns[name] = [float(mean) - float(deviation), float(mean) + float(deviation)]
-    evaluation.summarise(qdagger.Args(), tmp_path, returns)
-    printed = capsys.readouterr().out
-    assert printed.strip().split("\n\n")[0] == table.strip()
-
-
 @pytest.mark.parametrize("page", publish.PAGES, ids=lambda page: page.name)
 def test_tables_of_results_are_those_of_the_csv(page: Path, tmp_path: Path) -> None:
     """Each marked part of a page is what benchmark/publish.py writes there."""
@@ -300,26 +287,11 @@ def test_every_column_of_the_report_is_documented() -> None:
 
 
 def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
-    """Each variant has a label, and the figure of variants has the normalised returns of all runs."""
+    """Each variant has a label."""
     runs = publish.read_results()
     report.write_data(runs, tmp_path)
     assert (tmp_path / "results.csv").read_bytes() == (publish.BENCHMARK / "results.csv").read_bytes()
     assert publish.LABELS.keys() - {"qdagger-2.5M"} == {run.exp_name for run in runs} - {"qdagger-2.5M"}
-    figure = Figure()
-    publish.draw_variants(figure, publish.labelled(runs))
-    for axis, (game, group) in zip(figure.axes, report.grouped(runs, "game").items(), strict=True):
-        assert axis.get_title() == game
-        expected = {}
-        for name, of_variant in report.grouped(publish.labelled(group), "exp_name").items():
-            expected[name] = sorted(report.normalised_returns(of_variant, group))
-        names = [label.get_text() for label in axis.get_yticklabels()]
-        drawn = {}
-        for line in axis.get_lines():
-            (row,) = set(line.get_ydata())
-            drawn[names[row]] = sorted(line.get_xdata())
-        assert drawn == expected
-        means = [np.mean(expected[name]) for name in names]
-        assert means == sorted(means)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -328,14 +300,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    pages = {path.stem: read(path) for path in tmp_path.glob("*.html")}
-    titles = [re.search(r"<title>(.*?)</title>", page)[1] for page in pages.values()]
-    assert len(set(titles)) == len(titles) - 1  # that of the page 404 is the site's
     assert (tmp_path / "search/search_index.js").exists(), "no search without a server"
-    assert pages.keys() >= {page.stem for page in PAGES if page.parent.name == "docs"}
-    assert pages["qdagger"].count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 4
-    for name, page in pages.items():
-        assert not re.search(r"\\[(\[]", page), name
-        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", page)
-        loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)", page)
-        assert not [address for address in loaded if "//" in address], name
+    assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in read(tmp_path / "qdagger.html")
+    for page in map(read, tmp_path.glob("*.html")):
+        assert not re.search(r"<(?:script|img|iframe|source)[^>]* src=\"?[^\" >]*//", page)
+        assert not re.search(r"<link[^>]* href=\"?[^\" >]*//", page)
