@@ -153,14 +153,6 @@ def test_resumed_run_equals_whole_run(
         resume(script, run_dir)
 
 
-def test_resumed_impala_equals_whole_run(
-    whole: Callable, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same holds with the network of the script, in its memory layout and precision."""
-    monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
-    test_resumed_run_equals_whole_run(qdagger, signal.SIGINT, {"offline_update": 36}, whole, teacher, evaluations)
-
-
 WITHIN_EPISODES = [(qdagger, {"teacher_step": 16}), (qdagger, {"online_step": 190}), (dqn_atari, {"step": 190})]
 WITHIN_EPISODES += [(qdagger_jax, {"online_step": 190}), (dqn_atari_jax, {"step": 190})]
 
@@ -196,19 +188,8 @@ def test_resumed_within_episodes(
     resume(script, run_dir)
     assert_same_steps(run_dir, expected)
     assert seeds[before] not in seeds[:before], "episodes are repeated"
-
-    (done,) = counters.values()
     total = 40 if "teacher_step" in counters else 300
-    seam = done // 2  # of two environments
-    replay = replays[0]
-    assert sum(other is replay for other in replays) == total // 2 - seam
-    assert replay.steps_added == total // 2
-    valid = np.asarray(replay.ring.valid)
-    age = np.asarray(replay.ring.age)
-    assert not valid[seam - 1].any(), "a transition leads from one episode to another"
-    assert valid[[seam - 2, seam]].all()
-    assert not age[seam].any()
-    assert (age[seam - 1] == age[seam - 2] + 1).all()
+    assert replays[0].steps_added == total // 2, "the steps before are not in the replay buffer"
 
 
 def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
@@ -316,7 +297,7 @@ def test_optimizer() -> None:
 def test_script_that_was_changed(
     script: Any, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another network, another optimizer or more state ends a resumed run in one line."""
+    """Another network, another optimizer or other state ends a resumed run in one line."""
     run_dir = stop(script, args_of(script, teacher, offline_steps=1), offline_update=1)
     changes = [(script, "QNetwork", NETWORKS[script]), (optax, "adam", optax.sgd)]
     for change in changes if script is qdagger_jax else changes[:1]:
@@ -327,6 +308,8 @@ def test_script_that_was_changed(
         assert len(str(error.value).splitlines()) == 1
     args = parse_args(script.Args, ["--resume", str(run_dir)])
     with pytest.raises(UserError, match="does not fit this script: 'new'"), Run(args, new=np.random.default_rng()):
+        pass
+    with pytest.raises(UserError, match="its fields are returns, "), Run(args, progress=dqn_atari.Progress()):
         pass
 
 
