@@ -169,10 +169,9 @@ def test_only_new_steps_are_written(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")  # a file that is left open: Windows can't delete it
 @pytest.mark.parametrize("find", [newest_state, newest_segment])
 def test_any_damage_is_noticed(find: Callable[[Path], Path], two: Path) -> None:
-    """If any byte has a flipped bit, or the end is cut off, the file is named.
+    """If any byte has a flipped bit, or the end is cut off, the file is named, unless it does no harm (as in a date).
 
-    Instead of a state, the one before is used. A segment ends the run, since most belong to both checkpoints. Or the
-    damage does no harm: for example, a zip file has dates, which nothing reads.
+    Instead of a state, the one before is used. A segment ends the run, since most belong to both checkpoints.
     """
     path = find(two)
     good = path.read_bytes()

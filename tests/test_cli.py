@@ -268,10 +268,7 @@ def test_same_seed_same_run(script: Any, teacher: Path, monkeypatch: pytest.Monk
 def test_dqn_makes_a_teacher(
     script: Any, library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """DQN prints its results beside those of the random policy and how to watch it.
-
-    QDagger loads its model as a teacher with the same Q-values.
-    """
+    """DQN prints its results and how to watch it. QDagger loads its model as a teacher with the same Q-values."""
     monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 200)
     flags = {"num_envs": 1, "total_timesteps": 110, "learning_starts": 40, "buffer_size": 80, "batch_size": 4}
     flags |= {"train_frequency": 50, "n_step": 3, "eval_frequency": 60, "eval_episodes": 2, "end_e": 0.4}
@@ -358,8 +355,7 @@ def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
 def test_share_of_the_teacher(of_teacher: list[float], of_random: list[float], share: str | None, capsys: Any) -> None:
     """The table has it if the teacher's mean return exceeds the random policy's by more than the standard error.
 
-    Otherwise there is a warning at the start, since the share would be noise, and λ too. In the first two cases, the
-    standard error is √2.
+    That is √2 in the first two cases. Otherwise there is a warning, since the share would be noise, and λ too.
     """
     returns = {"teacher": of_teacher, "random": of_random, "final": [7]}
     warn_of_weak_teacher(returns)

@@ -314,13 +314,6 @@ def test_variants_are_chosen_ordered_and_labelled(runs, tmp_path: Path, capsys: 
     assert (tmp_path / "curves.pdf").read_bytes()[:4] == b"%PDF"
 
 
-def test_a_report_has_the_same_bytes_again(runs, tmp_path: Path) -> None:
-    for out in ("first", "second"):
-        report.main(report.Args([runs[0]], tmp_path / out))
-    for name in ("curves.npz", "curves.png", "iqm.png", "results.csv"):
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes(), name
-
-
 def test_a_run_draws_its_curves(runs, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     dqn = write_run(Path("runs"), 1, {TRAINING: [(500, 1.0), (1500, 2.0)]}, script="dqn", offline_steps=0)

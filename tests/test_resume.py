@@ -27,6 +27,7 @@ import torch
 from ale_py.vector_env import AtariVectorEnv
 from helpers import (
     AGENTS,
+    GAME,
     NETWORKS,
     NUM_ACTIONS,
     REPO,
@@ -508,13 +509,11 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 @pytest.mark.posix
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     """Nohup, Ctrl-C pressed several times, and one that also ends the reader of the output: the run can be resumed."""
-    flags = [f"--{name}={value}" for name, value in dataclasses.asdict(tiny(teacher)).items() if name in (
-        "env_id", "teacher_policy_hf_repo", "num_envs", "buffer_size", "learning_starts", "batch_size", "end_e",
-        "teacher_steps", "teacher_eval_episodes",
-    )]  # fmt: skip
+    flags = f"--env-id {GAME} --num-envs 2 --buffer-size 1000 --learning-starts 20 --batch-size 4 --end-e 0.8 "
+    flags += f"--teacher-steps 60 --teacher-eval-episodes 1 --teacher-policy-hf-repo {teacher} --offline-steps 100000"
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags, "--offline-steps=100000"]
+    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags.split()]
     ignore_hangups = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     process = subprocess.Popen([*command, "--checkpoint-minutes=0.001"], preexec_fn=ignore_hangups, **options)
     wait_for(lambda: newest_number(tmp_path) > 4, process)

@@ -305,10 +305,7 @@ def test_a_bug_keeps_its_traceback(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_policies_of_another_network(tmp_path: Path) -> None:
-    """An agent of stable-baselines3 that is recurrent, for another game or with other observations.
-
-    The one requirement that it does not meet is named, with the remedy, and no script that it does not come from.
-    """
+    """The one requirement that an agent of stable-baselines3 does not meet is named, with the remedy and no script."""
     recurrent = WEIGHTS | {"action_net.bias": BIAS, "lstm_actor.weight_ih_l0": BIAS}
     four_frames = "instead of four frames of 84×84; train it with make_atari_env and VecFrameStack(env, n_stack=4); "
     for data, message in (

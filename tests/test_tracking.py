@@ -70,11 +70,8 @@ def test_run_directories(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_watching_tensorboard_forgets_points_that_are_logged_again() -> None:
-    """It has read points after the checkpoint when the run is killed, and sees them once after the resume.
-
-    The class is that of TensorBoard's server, where it has no data server.
-    """
-    server = EventMultiplexer()
+    """It has read points after the checkpoint when the run is killed, and sees them once after the resume."""
+    server = EventMultiplexer()  # of TensorBoard's server, where it has no data server
     run_dir = Path("runs", "run")
     run_dir.mkdir(parents=True)
 

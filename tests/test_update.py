@@ -146,10 +146,7 @@ def test_bfloat16(network_class: type[torch.nn.Module]) -> None:
 def test_loss_and_its_gradient(
     seed: int, size: int, num_actions: int, scale: float, coefficient: float, temperature: float
 ) -> None:
-    """Compare each term and dL/dQ. QDagger bootstraps from the network that learns: it has no gradient there.
-
-    The rows of the table are states.
-    """
+    """Compare each term and dL/dQ. QDagger bootstraps from the network that learns: it has no gradient there."""
     rng = np.random.default_rng(seed)
     q = rng.normal(scale=scale, size=(2 * size, num_actions))
     state = rng.permutation(2 * size)[:size]
