@@ -139,16 +139,6 @@ def test_a_failing_run_does_not_stop_others(capsys: pytest.CaptureFixture):
     assert all(part[:8] == list(range(8)) for part in fake_steps(("Broken", "Pong")))
 
 
-def test_a_run_whose_log_cannot_be_opened_fails_alone(capsys: pytest.CaptureFixture):
-    """A directory stands for the log of another user, since the user root may open any file."""
-    (job,) = make_jobs(Args(["Pong"], FAKE, num_seeds=1))
-    job.log.mkdir(parents=True)
-    assert benchmark(*BOTH, FAKE) == 1
-    output = capsys.readouterr().out
-    assert re.search(r"^Breakout +1  finished ", output, re.MULTILINE)
-    assert re.search(r"^Pong +1  failed .*Is a directory", output, re.MULTILINE)
-
-
 @pytest.mark.parametrize("program", ["", "no-poetry run python "])
 def test_a_program_that_cannot_be_started_fails_each_run(capsys: pytest.CaptureFixture, program: str):
     assert benchmark(*BOTH, f"{program}cleanrl/fake_run.py") == 1
