@@ -19,7 +19,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import cpu, only
+from helpers import Hostile, cpu, only
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,27 +227,18 @@ def test_run_of_an_earlier_version(two: Path) -> None:
         resumed(two)
 
 
-class Touch:
-    """An object whose unpickling makes a directory."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.path),)
-
-
 def test_no_code_is_run(two: Path, small_networks: None, tmp_path: Path) -> None:
     """A pickle whose checksum is right is refused, in a segment and in every kind of object."""
     trap = tmp_path / "trap"
+    hostile = Hostile(os.mkdir, str(trap))
     with newest_segment(two).open("wb") as file:
-        np.savez(file, frame=np.array([Touch(trap)], object), reward=np.zeros((2, 2)))
+        np.savez(file, frame=np.array([hostile], object), reward=np.zeros((2, 2)))
     with pytest.raises(UserError, match="allow_pickle"):
         resumed(two)
-    torch.save([{"weight": Touch(trap)}, {}, {}, torch.zeros(1)], zipped := io.BytesIO())
+    torch.save([{"weight": hostile}, {}, {}, torch.zeros(1)], zipped := io.BytesIO())
     scripts = (qdagger, qdagger_jax)
     students = [script.Student(script.Args(), 4, cpu(script)) for script in scripts]
-    for data in (zipped.getvalue(), pickle.dumps(Touch(trap), protocol=2)):
+    for data in (zipped.getvalue(), pickle.dumps(hostile, protocol=2)):
         for part in [*students, np.random.default_rng(), qdagger.Progress()]:
             with pytest.raises(Exception):  # noqa: B017, PT011  each library has its own
                 load(part, data)

@@ -9,9 +9,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
-import torch
 from flax.serialization import to_bytes
-from helpers import DQN, flax_params
+from helpers import DQN, flax_params, write_teacher
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
@@ -19,7 +18,6 @@ from cleanrl_utils.models import read_arrays
 
 ROOT = Path(__file__).parent.parent
 GAME = "AlienNoFrameskip-v4"
-NUM_ACTIONS = 18
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,11 +31,8 @@ def short_episodes() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A DQN with random weights, in both formats."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(1)
-    state_dict = qdagger.TeacherNetwork(NUM_ACTIONS).state_dict()
-    torch.save(state_dict, folder / "dqn_atari.cleanrl_model")
-    weights = {name: array.numpy() for name, array in state_dict.items()}
+    folder = write_teacher(tmp_path_factory.mktemp("model"))
+    weights = read_arrays(folder / "dqn_atari.cleanrl_model")
     (folder / "dqn_atari_jax.cleanrl_model").write_bytes(to_bytes(flax_params(weights)))
     return folder
 

@@ -310,7 +310,7 @@ def test_exploration(run: Recorder) -> None:
             np.testing.assert_array_equal(send.chosen, choice.returned)
     rng = np.random.default_rng(args.seed)
     for choice in run.of("epsilon_greedy", *schedules):
-        temperature = [choice.temperature] * run.has_teacher
+        temperature = [choice.temperature] if run.has_teacher else []
         expected = run.script.epsilon_greedy(choice.q_values, choice.epsilon, rng, *temperature)
         np.testing.assert_array_equal(choice.returned, expected)
     assert run.of("epsilon_greedy", "online")[-1].epsilon == pytest.approx(args.end_e)

@@ -21,7 +21,7 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import SmallFlaxNetwork, cpu, flax_params, torch_bytes
+from helpers import Hostile, SmallFlaxNetwork, cpu, flax_params, torch_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import Weights
@@ -212,16 +212,6 @@ def test_own_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ==================== files that cannot be used ====================
-
-
-class Hostile:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, *call: Any):
-        self.call = call
-
-    def __reduce__(self) -> tuple:
-        return self.call[0], self.call[1:]
 
 
 def check_unusable(folder: Path, data: bytes, *messages: str, name: str = "dqn_atari.cleanrl_model") -> str:
