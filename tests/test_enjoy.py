@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 from flax.serialization import to_bytes
-from helpers import DQN, flax_params, write_teacher
+from helpers import DQN, REPO, flax_params, write_teacher
 
 from cleanrl_utils import enjoy
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import read_arrays
 
-ROOT = Path(__file__).parent.parent
 GAME = "AlienNoFrameskip-v4"
 
 
@@ -131,8 +130,8 @@ def test_flags_of_cleanrl(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"env_id": "PongNoFrameskip-v4"}, "is not a usable model: it has 18 actions"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
         ({"script": Path("nowhere.py")}, "there is no Python script 'nowhere.py'; give another --script, such as"),
-        ({"script": ROOT / "README.md"}, "/README.md'; give another --script, such as"),
-        ({"script": ROOT / "cleanrl" / f"{DQN}.py"}, f"/{DQN}.py' has no class Teacher, which loads a model; give"),
+        ({"script": REPO / "README.md"}, "/README.md'; give another --script, such as"),
+        ({"script": REPO / "cleanrl" / f"{DQN}.py"}, f"/{DQN}.py' has no class Teacher, which loads a model; give"),
     ],
 )
 def test_bad_input(flags: dict, message: str, directory: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import REPO, cpu, flax_params, qdagger_jax_losses, qdagger_losses, random_batch, spread, torch_bytes
+from helpers import REPO, cpu, flax_params, random_batch, spread, torch_bytes
 from references import log_softmax, nature
 from sb3_contrib import QRDQN
 from stable_baselines3 import A2C, DQN, PPO
@@ -125,34 +125,22 @@ KINDS = ["dqn_atari", "c51_atari", "c51_atari_jax", "ppo_atari", "ppo_atari in f
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_and_distillation_loss(kind: str, script: Any, tmp_path: Path) -> None:
-    """Both are those of a float64 reference, where the teacher's policy is its own or that of its Q-values."""
+def test_outputs_of_cleanrl(kind: str, script: Any, tmp_path: Path) -> None:
+    """They are those of a float64 reference: Q-values, or the logits of a policy times the temperature."""
     c51 = kind.startswith("c51")
     is_policy = kind.startswith("ppo")
-    batch = random_batch(1, 4, A)
+    observation = random_batch(1, 4, A)["observation"]
     state = spread(qdagger.TeacherNetwork(A * ATOMS if c51 else A), seed=1).state_dict()
     path = tmp_path / f"{kind}.cleanrl_model"
     path.write_bytes(cleanrl_file(kind, state))
-    expected = nature({key: value.double().numpy() for key, value in state.items()}, batch["observation"])
+    expected = nature({key: value.double().numpy() for key, value in state.items()}, observation)
     if c51:
         expected = np.exp(log_softmax(expected.reshape(4, A, ATOMS))) @ np.linspace(-5, 2.5, ATOMS)
-    rounded = script.Teacher(path, A, 1.0, cpu(script, bf16=True)).q_values(batch["observation"])
+    rounded = script.Teacher(path, A, 1.0, cpu(script, bf16=True)).q_values(observation)
     assert rounded.dtype == np.float32
     np.testing.assert_allclose(rounded, expected, rtol=0, atol=0.02)
-    q = np.random.default_rng(2).normal(size=(4, A)).astype(np.float32)
     for temperature in (0.1, 1.0):
         teacher = script.Teacher(path, A, temperature, cpu(script))
         assert teacher.action_temperature == (temperature if is_policy else 0)
-        outputs = teacher.q_values(batch["observation"])
         scale = temperature if is_policy else 1.0
-        np.testing.assert_allclose(outputs, scale * expected, rtol=0, atol=1e-5)
-        teacher_policy, policy = (log_softmax(x) for x in (scale * expected / temperature, q / temperature))
-        assert 0.18 < np.exp(teacher_policy).max() < 0.999, "another policy would have the same loss"
-        arrays = script.Batch(**batch | {"teacher_q_values": outputs})
-        if script is qdagger_jax:
-            _, losses = qdagger_jax_losses(q, q, arrays, 1.0, temperature, apply=lambda params, _: params)
-        else:
-            arrays = qdagger.Batch(*map(torch.from_numpy, arrays))
-            losses = qdagger_losses(*[lambda _: torch.from_numpy(q)] * 2, arrays, 1.0, temperature)
-        kl = (np.exp(teacher_policy) * (teacher_policy - policy)).sum(axis=1).mean()
-        np.testing.assert_allclose(losses.distill_loss, kl, rtol=1e-4)
+        np.testing.assert_allclose(teacher.q_values(observation), scale * expected, rtol=0, atol=1e-5)

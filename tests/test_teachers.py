@@ -30,7 +30,6 @@ from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import choose_model, find_model, flax_to_torch, read_arrays, torch_to_flax
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = (qdagger, qdagger_jax)
 WIDTHS = {"nature": ((32, 64, 64), 512), "impala": ((16, 32, 32), 256)}
 OBSERVATIONS = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
@@ -106,15 +105,6 @@ def test_conversion_has_an_inverse(architecture: str, widths: tuple, num_actions
     back = flax_to_torch(torch_to_flax(weights))
     assert list(back) == list(weights)
     assert all(np.array_equal(back[key], weights[key]) for key in weights)
-
-
-def test_embedded_teacher_in_both_scripts() -> None:
-    """Both find it by the default name of their teachers."""
-    pong = str(ROOT / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1")
-    teacher = load(qdagger, find_model(pong, "dqn_atari"))
-    jax_teacher = load(qdagger_jax, find_model(pong, "dqn_atari_jax"))
-    params = flax_params({name: value.numpy() for name, value in teacher.network.state_dict().items()})
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, jax_teacher.params))
 
 
 def formats(weights: Weights) -> list[bytes]:
