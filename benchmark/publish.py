@@ -124,6 +124,7 @@ def row_of(runs: Sequence[Run], column: str = "final_return") -> list[str]:
 
 def table_of_variants(runs: Sequence[Run]) -> str:
     """Format the table of all variants: first those in all games, then by IQM."""
+    runs = [run for run in runs if run.exp_name != EMBEDDED]
     after_offline = [
         replace(run, exp_name="longer, after the offline phase", final_return=run.offline_return)
         for run in longer(runs)
@@ -174,15 +175,15 @@ def table_of_full_size(runs: Sequence[Run]) -> str:
 
 
 def table_of_embedded(runs: Sequence[Run]) -> str:
-    """Format a table with the evaluations of the students in ``teachers/``."""
+    """Format a table with the evaluations of the runs that made the students in ``teachers/``."""
     rows = []
     for run in runs:
         if run.exp_name == EMBEDDED:
             evaluations = ", ".join(f"{step:,}: {mean:,.1f}" for step, mean in run.evaluations.items())
             steps = [f"{run.offline_updates:,}", f"{run.online_steps:,}"]
             final = f"{run.final_return:,.1f} ± {run.final_standard_error:,.1f}"
-            rows.append([run.game, f"{run.teacher_return:,.1f}", final, *steps, evaluations])
-    head = "Game | Teacher | Student ± standard error | Offline updates | Online steps"
+            rows.append([run.game, str(run.seed), f"{run.teacher_return:,.1f}", final, *steps, evaluations])
+    head = "Game | Seed | Teacher | Student ± standard error | Offline updates | Online steps"
     return markdown(f"{head} | Student by online steps", rows)
 
 
@@ -236,7 +237,7 @@ def figures(runs: Sequence[Run]) -> dict[str, tuple[Callable[[Any, Sequence[Run]
     full_size = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == FULL_SIZE]
     return {
         "results": (draw_curves, sorted(qdagger + scratch)),
-        "variants": (draw_variants, [run for run in runs if run.exp_name != FULL_SIZE]),
+        "variants": (draw_variants, [run for run in runs if run.exp_name not in (FULL_SIZE, EMBEDDED)]),
         "long": (draw_curves, full_size),
     }
 

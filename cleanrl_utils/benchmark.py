@@ -56,8 +56,8 @@ class Args:
 class Job:
     """One run, known by its command line.
 
-    `state` is "pending", "interrupted" (it has a checkpoint), "running" (also by another process), "finished" or
-    "failed". `reason` tells how its process ended, or why it was not started.
+    `state` is "pending", "interrupted" (it has a checkpoint), "running", "finished" or "failed". `reason` tells how its
+    process ended, or why it was not started.
     """
 
     env_id: str
@@ -100,28 +100,16 @@ class Job:
             self.state = "interrupted"
 
     def start(self, environment: dict[str, str]) -> None:
-        """Start or resume the run, unless it is finished or another process runs it."""
-        import fcntl  # not on Windows
-
+        """Start the run, or resume it if it has a checkpoint."""
+        resume = ["--resume", str(self.run_dir)] if self.state == "interrupted" else []
+        command = [*self.command, *resume]
+        with contextlib.suppress(OSError):  # A full disk stops no run.
+            self.note(shlex.join(command))
+        # The script ignores the signal that Slurm sends to all processes of a job, which would end a wrapper, or a
+        # script without a handler for it.
+        ignore = functools.partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN)
         with self.log.open("ab") as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.state = "running"
-                return
-            except OSError:
-                pass  # The file system has no locks. The script locks its run as well.
-            self.read_state()
-            if self.state == "finished":
-                return
-            resume = ["--resume", str(self.run_dir)] if self.state == "interrupted" else []
-            command = [*self.command, *resume]
-            with contextlib.suppress(OSError):  # A full disk stops no run.
-                self.note(shlex.join(command))
-            # The script inherits the lock with its output. It ignores the signal that Slurm sends to all processes of a
-            # job, which would end a wrapper, or a script without a handler for it.
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            ignore = functools.partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN)
             self.process = subprocess.Popen(command, env=environment, preexec_fn=ignore, **streams)
         self.state = "running"
 
@@ -227,7 +215,6 @@ def run_jobs(jobs: list[Job], workers: int) -> int:
                 job = waiting.pop(0)
                 with job.fails_alone():
                     job.start(run_environment(worker, workers, gpus))
-                if job.process:
                     running[worker] = job
                 print_state(job)
         time.sleep(0.2)

@@ -82,18 +82,6 @@ def control_groups(*names: str) -> Iterator[list[str]]:
         directory = directory.parent
 
 
-def unbind_thread() -> None:
-    """Allow this thread, and those that it will start, all cores: with OMP_PROC_BIND, `import torch` leaves it one."""
-    with contextlib.suppress(AttributeError):  # another system, or PyTorch without OpenMP
-        cores = os.sched_getaffinity(0)
-        openmp = ctypes.CDLL(None)
-        for place in range(openmp.omp_get_num_places()):
-            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-            openmp.omp_get_place_proc_ids(place, numbers)
-            cores |= set(numbers)
-        os.sched_setaffinity(0, cores)
-
-
 class TorchHardware(NamedTuple):
     """Where and how PyTorch's networks compute."""
 
@@ -117,7 +105,6 @@ def set_up_torch(cuda: bool, bf16: bool, cuda_graph: bool) -> TorchHardware:
     """
     import torch
 
-    unbind_thread()
     if cuda and torch.cuda.is_available():
         # The host has little to compute, and more threads would compete with those of the emulators.
         torch.set_num_threads(1)

@@ -1,6 +1,5 @@
 """The logs of a run: its directory, TensorBoard and W&B."""
 
-import base64
 import functools
 import importlib.metadata
 import itertools
@@ -78,27 +77,33 @@ def make_run_dir(args: Any) -> Path:
 
 
 class Writer:
-    """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once.
-
-    Events are pending until they are known to be in a file. If a file can't be written, the run continues, and the next
-    flush removes their bytes from it and writes them to another file.
-    """
+    """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
 
     def __init__(self, run_dir: Path, state: bytes | None = None):
         """Open a new event file; ``state`` is that of the checkpoint from which a run is resumed."""
-        self.run_dir = run_dir
         self._last_step = 0
-        self._pending: list[bytes] = []  # serialised events
         self._sizes: dict[str, int] = {}  # bytes of each event file, up to its first event that is written again
-        self._last_flush = time.monotonic()
-        self._failing = False
         if state is not None:
             saved = json.loads(state)
             self._last_step = saved["last_step"]
-            self._sizes = {path.name: 0 for path in run_dir.glob(EVENT_FILES)} | saved["sizes"]
+            self._sizes = saved["sizes"]
+        newest = 0
+        for path in run_dir.glob(EVENT_FILES):
+            newest = max(newest, int(path.name.split(".")[3]))
+            size = self._sizes.get(path.name, 0)
+            if path.stat().st_size > size:
+                retry(functools.partial(os.truncate, path, size))
+        clock = event_file_writer.time
+        # The time is in the name of the file, which sorts last even if the clock is behind.
+        event_file_writer.time = SimpleNamespace(time=lambda: max(time.time(), newest + 1))
+        try:
+            # Accessed as an attribute of its module, where W&B replaces it to follow the files.
+            self._writer = event_file_writer.EventFileWriter(str(run_dir), flush_secs=FLUSH_SECONDS)
+        finally:
+            event_file_writer.time = clock
+        self.file = Path(self._writer._file_name)
+        if state is not None:
             self.purge(self._last_step + 1)
-            self._pending += [base64.b64decode(event) for event in saved["pending"]]
-        self._open()
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Log a point of the curve ``tag``."""
@@ -129,68 +134,20 @@ class Writer:
         """Let TensorBoard forget points from ``step`` on. It heeds this if a new run did the same at its start."""
         self._add(step, session_log=SessionLog(status=SessionLog.START))
 
-    def flush(self, durable: bool = False) -> None:
-        """Write all events to their file, if ``durable`` through to the disk; warn if this fails."""
-        self._last_flush = time.monotonic()
-        try:
-            if self._writer is None:
-                self._open()
-            for event in self._pending:
-                self._writer.add_event(Event.FromString(event))
-            self._writer.flush()
-            if durable:
-                with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file open for writing
-                    os.fsync(file.fileno())
-            self._sizes[self.file.name] = self.file.stat().st_size
-            self._pending = []
-            self._failing = False
-        except Exception as error:  # whatever it is, a log does not decide how a run ends
-            if not self._failing:
-                warn(f"the log {self.file} can't be written ({one_line(error)}); the run continues and tries again")
-            self._failing = True
-            self._abandon()
-
     def dump(self) -> bytes:
         """Write all events to the disk; return the state, with the bytes of each event file of the run."""
-        self.flush(durable=True)
-        pending = [base64.b64encode(event).decode() for event in self._pending]
-        return json.dumps({"last_step": self._last_step, "sizes": self._sizes, "pending": pending}).encode()
+        self._writer.flush()
+        with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file open for writing
+            os.fsync(file.fileno())
+        self._sizes[self.file.name] = self.file.stat().st_size
+        return json.dumps({"last_step": self._last_step, "sizes": self._sizes}).encode()
 
     def close(self) -> None:
-        """Write all events and close the file; warn if events are lost."""
-        self.flush()
-        if self._pending:
-            warn(f"{len(self._pending)} points of {self.run_dir} could not be written")
-        self._abandon()
+        """Write all events and close the file."""
+        self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        self._pending.append(Event(wall_time=time.time(), step=step, **content).SerializeToString())
-        if time.monotonic() - self._last_flush > FLUSH_SECONDS:
-            self.flush()
-
-    def _open(self) -> None:
-        """Remove events that are written again; open a new event file, whose name sorts last whatever the time is."""
-        self._writer = None
-        for name, size in self._sizes.items():
-            path = self.run_dir / name
-            if path.exists() and path.stat().st_size > size:
-                retry(functools.partial(os.truncate, path, size))
-        newest = max((int(path.name.split(".")[3]) for path in self.run_dir.glob(EVENT_FILES)), default=0)
-        clock = event_file_writer.time
-        event_file_writer.time = SimpleNamespace(time=lambda: max(time.time(), newest + 1))  # names the file
-        try:
-            # Accessed as an attribute of its module, where W&B replaces it to follow the files.
-            self._writer = event_file_writer.EventFileWriter(str(self.run_dir))
-        finally:
-            event_file_writer.time = clock
-        self.file = Path(self._writer._file_name)
-        self._sizes[self.file.name] = self.file.stat().st_size
-
-    def _abandon(self) -> None:
-        with suppress(Exception):  # that of the thread that writes, which was reported
-            if self._writer is not None:
-                self._writer.close()
-        self._writer = None
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
 
 
 def start_wandb(args: Any, run_dir: Path) -> None:

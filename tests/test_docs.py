@@ -93,20 +93,16 @@ def tags_of(script: Path) -> set[str]:
     return {re.sub(r"{\w+}", value, tag) for tag in tags for value in values.get(tag, [""])}
 
 
-def test_documented_flags_have_their_defaults() -> None:
-    """The tables of flags agree with the scripts, and name PyTorch beside the flags that only its script has."""
-    torch_flags, jax_flags = (flags_of(script) for script in SCRIPTS[2:])
-    table = rows(section(DOCS / "qdagger.md", "Flags"))
-    assert table
-    for cell, default, text in table:
-        name = cell.strip("`")
-        for flags in (torch_flags, jax_flags) if name in jax_flags else (torch_flags,):
-            assert ast.literal_eval(flags[name]) == ast.literal_eval(default.replace(",", "")), name
-        assert name in jax_flags or "PyTorch" in text, name
+def test_flags_that_jax_lacks_are_documented() -> None:
+    torch_flags, jax_flags = (flags_of(script).keys() for script in SCRIPTS[2:])
+    (sentence,) = re.findall(r"It has the same flags except (.*)\n", read(DOCS / "qdagger.md"))
+    named = {name.replace("-", "_") for name in re.findall(r"`--([\w-]+)`", sentence)}
+    assert torch_flags - jax_flags == named
+    assert jax_flags <= torch_flags
 
 
 def test_all_scripts_have_the_same_defaults() -> None:
-    """The docs describe the flags of QDagger only, and say that DQN's are the same."""
+    """The docs list the flags of QDagger only, and say that DQN's are the same."""
     expected = flags_of(SCRIPTS[2])
     for script in SCRIPTS:
         flags = flags_of(script)
@@ -116,7 +112,8 @@ def test_all_scripts_have_the_same_defaults() -> None:
 
 def test_every_metric_is_documented() -> None:
     """The tables list exactly the tags that the scripts log."""
-    of_qdagger = {row[0].strip("`") for row in rows(section(DOCS / "qdagger.md", "Metrics"))}
+    cells = " ".join(row[0] for row in rows(section(DOCS / "qdagger.md", "Metrics")))
+    of_qdagger = set(re.findall(r"`([^`]+)`", cells))
     of_dqn = set(re.findall(r"`((?:charts|losses|eval)/[\w/]+)`", section(DOCS / "dqn.md", "Train a teacher")))
     assert [tags_of(script) for script in SCRIPTS] == [of_dqn, of_dqn, of_qdagger, of_qdagger]
 

@@ -2,14 +2,11 @@
 
 import contextlib
 import dataclasses
-import errno
-import os
 import re
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +17,11 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 from helpers import only, read_scalars, warnings_of
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
-from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_ndarray
 
 from cleanrl_utils import run as run_module
-from cleanrl_utils import tracking
 from cleanrl_utils.checkpoint import Checkpoints
-from cleanrl_utils.errors import UserError
+from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.run import Run, parse_args
 from cleanrl_utils.tracking import EVENT_FILES, Writer, make_run_dir
 
@@ -112,54 +106,32 @@ def test_a_clock_that_is_behind(seconds: int, folder: Path, monkeypatch: pytest.
     assert points_of(folder) == [(i, i) for i in range(36)]
 
 
-@contextlib.contextmanager
-def failing(owner: Any, name: str) -> Iterator[None]:
-    """Let a method do its work and then raise an error, as a file of a server that went away; truncate no file."""
-    error = OSError(errno.ESTALE, "Stale file handle")
-    method = getattr(owner, name)
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        method(*args, **kwargs)
-        if owner is not os or "tfevents" in os.readlink(f"/proc/self/fd/{args[0]}"):  # others of the process
-            raise error
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, fail)
-        patch.setattr(os, "truncate", mock.Mock(side_effect=error))
-        yield
-
-
-# That of TensorBoard which writes; `one_line_errors` hides it.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.posix
-@pytest.mark.parametrize(("owner", "name"), [(EventFileWriter, "flush"), (RecordWriter, "write"), (os, "fsync")])
-def test_a_log_that_fails_for_a_while(owner: Any, name: str, folder: Path, monkeypatch: Any, capsys: Any) -> None:
-    """The run continues with one warning, and in the end each point is there once.
+def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture) -> None:
+    """It ends the run in one line, and the run can be resumed. The limit of a file's size stands for a full disk."""
+    import resource  # not on Windows
 
-    A checkpoint holds the events that are not in a file, and a resumed run writes them. Lost points are a warning.
-    """
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0)
-    writer = Writer(folder)
-    log(writer, range(10))
-    with failing(owner, name):
-        log(writer, range(10, 35))
-        state = writer.dump()
-        log(writer, range(35, 55))
-    (warning,) = warnings_of(capsys)
-    assert re.fullmatch(r"WARNING: the log .*tfevents.* can't be written \(.*Stale file handle\); .*", warning)
-    log(writer, range(55, 60))
-    writer.close()
-    assert points_of(folder) == [(i, i) for i in range(60)]
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 60)
-    resumed = Writer(folder, state)
-    log(resumed, range(35, 38))
-    resumed.flush()
-    assert points_of(folder) == [(i, i) for i in range(38)]
-    assert not warnings_of(capsys)
-    with failing(EventFileWriter, "flush"):
-        log(resumed, range(38, 40))
-        resumed.close()
-    assert warnings_of(capsys)[1:] == [f"WARNING: 2 points of {folder} could not be written"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def train() -> None:
+        with one_line_errors(), Run(qdagger.Args()) as run:
+            log(run, range(10))
+            run.save()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+            try:
+                log(run, range(10, 1000))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with pytest.raises(SystemExit) as end:
+        train()
+    assert end.value.code == 1
+    error = "error: a log could not be opened or written (File too large); make room or allow it, and `--resume`\n"
+    assert capsys.readouterr().err == error
+    run_dir = only(Path("runs").iterdir())
+    with Run(qdagger.Args(resume=str(run_dir))) as run:
+        log(run, range(10, 15))
+    assert points_of(run_dir) == [(i, i) for i in range(15)]
 
 
 # ==================== a run ====================
