@@ -118,6 +118,21 @@ def test_initial_weights(script: Any) -> None:
     assert len({array.flat[0] for weights in found for array in weights.values()}) == 20 * len(found[0])
 
 
+def test_max_pool_is_that_of_flax() -> None:
+    """Value and gradient are the same, also where a window has several maxima, below 0 or at an edge."""
+
+    def flax_pool(x: jax.Array) -> jax.Array:
+        return flax.linen.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 0, (20, 11, 6, 3)).astype(np.float32)
+    found, find_gradient = jax.vjp(qdagger_jax.max_pool, x)
+    expected, expect_gradient = jax.vjp(flax_pool, x)
+    gradient = rng.integers(-8, 8, expected.shape).astype(np.float32)  # sums of integers are exact in any order
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(find_gradient(gradient)[0], expect_gradient(gradient)[0])
+
+
 # ==================== losses and updates ====================
 
 
