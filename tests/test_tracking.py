@@ -17,6 +17,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 from helpers import only, read_scalars, warnings_of
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_ndarray
 
 from cleanrl_utils import run as run_module
@@ -63,8 +64,13 @@ def test_run_directories(monkeypatch: pytest.MonkeyPatch) -> None:
 # ==================== event files ====================
 
 
-def test_a_watching_tensorboard_forgets_points_that_are_logged_again() -> None:
-    """It has read points after the checkpoint when the run is killed, and sees them once after the resume."""
+def test_a_watching_tensorboard_forgets_points_that_are_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has read points after the checkpoint when the run is killed, and sees them once after the resume.
+
+    The disk is slow, so that a checkpoint has to wait for the thread that writes.
+    """
+    write = RecordWriter.write
+    monkeypatch.setattr(RecordWriter, "write", lambda writer, data: time.sleep(0.05) or write(writer, data))
     server = EventMultiplexer()  # of TensorBoard's server, where it has no data server
     run_dir = Path("runs", "run")
     run_dir.mkdir(parents=True)
