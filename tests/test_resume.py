@@ -278,7 +278,8 @@ def test_full_disk(script: Any, teacher: Path, evaluations: list[str], monkeypat
 
 def test_optimizer() -> None:
     """A restored optimizer has the saved state, in the memory layout of its parameters, and settings of its own."""
-    saved, restored = (qdagger.Student(qdagger.Args(learning_rate=rate), 4, cpu(qdagger)) for rate in (0.5, 0.01))
+    flags = {"learning_rate": 0.5, "seed": 1}, {"learning_rate": 0.01, "seed": 2}
+    saved, restored = (qdagger.Student(qdagger.Args(**each), 4, cpu(qdagger)) for each in flags)
     restored.optimizer.param_groups[0]["fused"] = False
     for parameter in saved.q_network.parameters():
         parameter.grad = torch.ones_like(parameter)
