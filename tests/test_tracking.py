@@ -93,6 +93,17 @@ def test_a_watching_tensorboard_forgets_points_that_are_logged_again(monkeypatch
     assert points_of(run_dir) == points()
 
 
+def test_points_after_the_checkpoint_are_removed(folder: Path) -> None:
+    """Also at the step of the checkpoint, where TensorBoard would show both."""
+    writer = Writer(folder)
+    log(writer, range(5))
+    state = writer.dump()
+    log(writer, range(4, 8))
+    writer.close()
+    Writer(folder, state).close()
+    assert points_of(folder) == [(i, i) for i in range(5)]
+
+
 @pytest.mark.parametrize("seconds", [-(10**6), 0])
 def test_a_clock_that_is_behind(seconds: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Event files sort in the order in which they were written, and TensorBoard reads all points."""
