@@ -16,7 +16,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--env-id", default="Pong")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--seconds", type=float, default=0.02, help="duration of a step")
 parser.add_argument("--save-every", type=int, default=5, help="steps between checkpoints; 0: only when stopped")
 parser.add_argument("--save-seconds", type=float, default=0.0, help="duration of saving when stopped")
 parser.add_argument("--resume", type=Path)
@@ -42,7 +41,7 @@ for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_F
     print(name, os.environ.get(name), flush=True)
 
 while done < args.steps:
-    time.sleep(args.seconds)
+    time.sleep(0.02)
     with (run_dir / "steps.txt").open("a") as steps:
         steps.write(f"{done}\n")
     if args.env_id == "Broken" and done == 7:

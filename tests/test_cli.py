@@ -3,16 +3,13 @@
 import contextlib
 import dataclasses
 import io
-import json
 import math
 import os
 import re
 import shlex
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -206,51 +203,20 @@ def test_charts(full_run: FinishedRun) -> None:
     assert len(shown["Losses"]) == 6
 
 
-def wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a file of W&B, which has blocks of 32 kB as the logs of LevelDB have."""
-    data = path.read_bytes()
-    position = 7
-    record = b""
-    while position < len(data):
-        if (left := -position % 2**15) and left < 7:
-            position += left
-        size, kind = struct.unpack("<HB", data[position + 4 : position + 7])
-        record += data[position + 7 : position + 7 + size]
-        position += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
-
-
 def test_tracking(full_run: FinishedRun) -> None:
-    """W&B gets every point of TensorBoard and the videos, in one W&B run.
-
-    A sweep reads its metric in the summary: the mean return of the final evaluation.
-    """
-    proto = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    """W&B gets every point of TensorBoard and the videos, in one W&B run; that of a sweep if one started the script."""
     wandb_id = (full_run.run_dir / "wandb_id").read_text()
-    curves = full_run.scalars
-    points = {}
-    summary = {}
     path = only(full_run.folder.glob("wandb/offline-run-*/*.wandb"))
     assert path.stem == f"run-{wandb_id}"
-    assert (wandb_id == SWEEP_RUN) == (full_run.script == STUDENT)
-    for data in wandb_records(path):
-        record = proto.Record.FromString(data)
-        if record.HasField("run"):
-            assert record.run.project == ("of-sweep" if full_run.script == STUDENT else "cleanRL")
-        items = record.history.item
-        history = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-        for tag, value in history.items():
-            points.setdefault(tag, set()).add((history.get("global_step"), np.float32(value) if tag in curves else 0))
-        for item in record.summary.update:
-            summary[item.key or "/".join(item.nested_key)] = item.value_json
-    for tag, expected in curves.items():
-        assert points[tag] <= {(step, np.float32(value)) for step, value in expected}, tag
-        assert {step for step, _ in points[tag]} == {step for step, _ in expected}, tag
-    final_returns = [value for _, value in curves["eval/episodic_return"]]
-    assert json.loads(summary["charts/final/avg_episodic_return"]) == np.mean(final_returns)
-    assert any(tag.startswith("videos/final") for tag in points) == (full_run.script == STUDENT)
+    data = path.read_bytes()
+    # The file has blocks of 32 kB, whose first 7 bytes may lie within a name.
+    records = b"".join(data[i + 7 : i + 2**15] for i in range(0, len(data), 2**15))
+    for tag, points in full_run.scalars.items():
+        assert records.count(tag.encode()) >= 2 * len(points), tag  # in the history and in the summary
+    is_of_sweep = full_run.script == STUDENT
+    assert (wandb_id == SWEEP_RUN) == is_of_sweep
+    assert (b"of-sweep" in records) == is_of_sweep
+    assert (b"videos/final" in records) == is_of_sweep
 
 
 # ==================== runs in this process ====================
@@ -302,10 +268,7 @@ def test_same_seed_same_run(script: Any, teacher: Path, monkeypatch: pytest.Monk
 def test_dqn_makes_a_teacher(
     script: Any, library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """DQN prints its results beside those of the random policy and how to watch it.
-
-    QDagger loads its model as a teacher with the same Q-values.
-    """
+    """DQN prints its results and how to watch it. QDagger loads its model as a teacher with the same Q-values."""
     monkeypatch.setattr("cleanrl_utils.atari.MAX_FRAMES", 200)
     flags = {"num_envs": 1, "total_timesteps": 110, "learning_starts": 40, "buffer_size": 80, "batch_size": 4}
     flags |= {"train_frequency": 50, "n_step": 3, "eval_frequency": 60, "eval_episodes": 2, "end_e": 0.4}
@@ -392,8 +355,7 @@ def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
 def test_share_of_the_teacher(of_teacher: list[float], of_random: list[float], share: str | None, capsys: Any) -> None:
     """The table has it if the teacher's mean return exceeds the random policy's by more than the standard error.
 
-    Otherwise there is a warning at the start, since the share would be noise, and λ too. In the first two cases, the
-    standard error is √2.
+    That is √2 in the first two cases. Otherwise there is a warning, since the share would be noise, and λ too.
     """
     returns = {"teacher": of_teacher, "random": of_random, "final": [7]}
     warn_of_weak_teacher(returns)
@@ -445,9 +407,7 @@ def test_value_out_of_range(script: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_starts": 60}, "--total-timesteps 60 ends before the first update; raise it, or lower --learning"),
         ({"train_frequency": 61}, "--total-timesteps 60 ends before the first update; raise it, or lower --learning"),
-        ({"n_step": 80, "buffer_size": 100, "teacher_steps": 100}, "raise it, or lower --learning-starts, --n-step"),
         ({"buffer_size": 5}, "--buffer-size is 5; one environment and --n-step 1 need at least 6"),
         ({"teacher_steps": 5}, "--teacher-steps is 5; one environment and --n-step 1 need at least 6"),
         ({"upload_model": True, "save_model": False}, "leave out --no-save-model"),
@@ -455,7 +415,7 @@ def test_value_out_of_range(script: Any) -> None:
         ({"teacher_steps": 10**10}, "--teacher-steps 10,000,000,000 needs "),
         ({"batch_size": 3_000_000}, "--batch-size 3,000,000 needs "),
         ({"exp_name": "a/b"}, "--exp-name is 'a/b'"),
-        ({"exp_name": "字" * 90}, "--exp-name is '字字"),
+        ({"exp_name": "x" * 61}, "use up to 60 letters"),
         ({"exp_name": "AUX.2"}, "--exp-name is 'AUX.2'"),  # names a device on Windows
         ({"env_id": "KlaxxNoFrameskip-v4"}, "--env-id 'KlaxxNoFrameskip-v4'"),
         ({"total_timesteps": 0, "offline_steps": 0}, "there is nothing to train; raise one"),

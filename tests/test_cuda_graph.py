@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
-from helpers import AGENTS, cpu, random_batch, random_step, spread
+from helpers import AGENTS, cpu, random_step
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -94,22 +94,6 @@ def test_learning_with_and_without_graphs(script: Any, graphs: list[RecordedGrap
     assert len({float(array) for array in outcomes[0] if array.shape == ()}) > 50
     # Forward passes, and updates, of which QDagger's graphs have one to four.
     assert [graph.replays > 1 for graph in graphs] == [True] * (5 if script is qdagger else 2)
-
-
-def test_tensors_as_arguments(graphs: list[RecordedGraph]) -> None:
-    """Q-values are those of eager execution bit by bit, while observations and weights change.
-
-    The graph reads a copy of the observations: the caller's are not overwritten by later ones.
-    """
-    q_network = spread(qdagger.QNetwork(6), seed=1).requires_grad_(False)
-    graphed = cuda_graph(q_network, torch.Generator(), True)
-    observations = [torch.from_numpy(random_batch(seed, 2, 6)["observation"]) for seed in range(6)]
-    copies = [observation.clone() for observation in observations]
-    for observation in observations:
-        assert torch.equal(q_network(observation), graphed(observation))
-        spread(q_network, seed=int(observation.sum()))
-    assert [graph.replays for graph in graphs] == [6 - CudaGraph.EAGER_CALLS]
-    assert all(map(torch.equal, observations, copies))
 
 
 @pytest.mark.parametrize(

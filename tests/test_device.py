@@ -127,10 +127,7 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tightest limit counts: of the own group or one around it. Its 1 GB of page cache makes room.
-
-    Of the cores, OMP_NUM_THREADS is a limit too.
-    """
+    """The tightest limit counts, of the own group, one around it or OMP_NUM_THREADS. 1 GB of page cache makes room."""
     groups = tmp_path / "groups"
     monkeypatch.setattr(device, "CGROUP", tmp_path)
     monkeypatch.setattr(device, "Path", lambda path: groups)

@@ -1,4 +1,4 @@
-"""README and docs agree with the code: flags, metrics, commands, files, links, examples; and the site builds."""
+"""README and docs agree with the code: flags, metrics, commands, links, examples; and the site builds."""
 
 import ast
 import contextlib
@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dqn_atari
-import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import tyro
 import yaml
-from matplotlib.figure import Figure
 
 from benchmark import publish
-from cleanrl_utils import evaluation, report
+from cleanrl_utils import report
 from cleanrl_utils.checks import annotations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +30,6 @@ DOCS = ROOT / "docs"
 PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("teachers/*/README.md"))]
 SCRIPTS = [ROOT / f"cleanrl/{algorithm}.py" for algorithm in ("dqn_atari", "dqn_atari_jax")]
 SCRIPTS += [ROOT / f"cleanrl/qdagger_dqn_atari{library}_impalacnn.py" for library in ("", "_jax")]
-FOREIGN = {"--help", "--extra", "--torch-backend", "--init"}  # of other programs
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -166,18 +163,6 @@ def test_commands_exist(page: Path) -> None:
 
 
 @each_page
-def test_flags_in_the_text_exist(page: Path) -> None:
-    """Each `--flag` in the text is a flag of a program."""
-    flags = {}
-    for program in [*SCRIPTS, *(ROOT / "cleanrl_utils").glob("*.py")]:
-        flags |= flags_of(program)
-    for span in re.findall(r"`([^`]*--[^`]+)`", prose(page)):
-        for word in span.split():
-            if word.startswith("--") and "pip install" not in span:
-                assert word.partition("=")[0] in FOREIGN or has_flag(flags, word), word
-
-
-@each_page
 def test_links_lead_somewhere(page: Path) -> None:
     """Relative links and their anchors, as GitHub and the site make them, exist."""
     for link in re.findall(r"\]\(([^)]+)\)", read(page)):
@@ -188,14 +173,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", prose(target), re.MULTILINE) if anchor else []
             anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert not anchor or anchor in anchors, link
-
-
-def test_every_module_is_in_the_table_of_files() -> None:
-    text = section(DOCS / "contributing.md", "Which file contains what")
-    for file in [*SCRIPTS, *(ROOT / "cleanrl_utils").glob("*.py")]:
-        assert file.name == "__init__.py" or f"`{file.relative_to(ROOT).as_posix()}`" in text, file.name
-    for name in re.findall(r"`([\w/.]+\.py)`", text):
-        assert (ROOT / name).is_file(), name
 
 
 def test_the_command_of_the_demo_is_documented() -> None:
@@ -236,17 +213,6 @@ def test_examples_of_a_changed_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             for name in ("test_pytorch", "test_jax"):
                 with contextlib.nullcontext() if works else pytest.raises(AssertionError):
                     functions[name]()
-
-
-def test_the_table_in_the_readme_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run with the returns of the table prints this table."""
-    table = re.search(r"^```text\n(.*?)^```", read(README), re.DOTALL | re.MULTILINE)[1]
-    returns = {}
-    for name, mean, deviation in re.findall(r"^  (\w+(?: \d+)?) +([\d.]+) ± +([\d.]+)", table, re.MULTILINE):
-        returns[name] = [float(mean) - float(deviation), float(mean) + float(deviation)]
-    evaluation.summarise(qdagger.Args(), tmp_path, returns)
-    printed = capsys.readouterr().out
-    assert printed.strip().split("\n\n")[0] == table.strip()
 
 
 @pytest.mark.parametrize("page", publish.PAGES, ids=lambda page: page.name)
@@ -297,26 +263,11 @@ def test_every_column_of_the_report_is_documented() -> None:
 
 
 def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
-    """Each variant has a label, and the figure of variants has the normalised returns of all runs."""
+    """Each variant has a label."""
     runs = publish.read_results()
     report.write_data(runs, tmp_path)
     assert (tmp_path / "results.csv").read_bytes() == (publish.BENCHMARK / "results.csv").read_bytes()
     assert publish.LABELS.keys() - {"qdagger-2.5M"} == {run.exp_name for run in runs} - {"qdagger-2.5M"}
-    figure = Figure()
-    publish.draw_variants(figure, publish.labelled(runs))
-    for axis, (game, group) in zip(figure.axes, report.grouped(runs, "game").items(), strict=True):
-        assert axis.get_title() == game
-        expected = {}
-        for name, of_variant in report.grouped(publish.labelled(group), "exp_name").items():
-            expected[name] = sorted(report.normalised_returns(of_variant, group))
-        names = [label.get_text() for label in axis.get_yticklabels()]
-        drawn = {}
-        for line in axis.get_lines():
-            (row,) = set(line.get_ydata())
-            drawn[names[row]] = sorted(line.get_xdata())
-        assert drawn == expected
-        means = [np.mean(expected[name]) for name in names]
-        assert means == sorted(means)
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
@@ -325,14 +276,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    pages = {path.stem: read(path) for path in tmp_path.glob("*.html")}
-    titles = [re.search(r"<title>(.*?)</title>", page)[1] for page in pages.values()]
-    assert len(set(titles)) == len(titles) - 1  # that of the page 404 is the site's
     assert (tmp_path / "search/search_index.js").exists(), "no search without a server"
-    assert pages.keys() >= {page.stem for page in PAGES if page.parent.name == "docs"}
-    assert pages["qdagger"].count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == 4
-    for name, page in pages.items():
-        assert not re.search(r"\\[(\[]", page), name
-        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", page)
-        loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)", page)
-        assert not [address for address in loaded if "//" in address], name
+    assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in read(tmp_path / "qdagger.html")
+    for page in map(read, tmp_path.glob("*.html")):
+        assert not re.search(r"<(?:script|img|iframe|source)[^>]* src=\"?[^\" >]*//", page)
+        assert not re.search(r"<link[^>]* href=\"?[^\" >]*//", page)

@@ -1,24 +1,19 @@
-"""Downloads from a hub, by the real client from a server on this machine, and uploads to it."""
+"""Downloads from the hub, by the real client from its cache on the disk, and uploads to it."""
 
 import ast
-import json
 import os
-import re
 import shlex
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from unittest import mock
 
 import huggingface_hub
 import huggingface_hub.cli.hf
 import pytest
 import yaml
-from huggingface_hub import constants, utils
+from huggingface_hub import constants, errors, utils
 
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.hub import check_upload_possible, model_card, upload_model
@@ -26,95 +21,24 @@ from cleanrl_utils.models import find_model
 from cleanrl_utils.tracking import versions
 
 COMMITS = {"main": "0123456789abcdef0123456789abcdef01234567", "v1": "fedcba9876543210fedcba9876543210fedcba98"}
-TOKEN = "hf_a_token_of_alice"
-FAILURES = {  # status and headers of the answer to a request for a repository
-    "lab/secret": (401, {"X-Error-Message": "Invalid username or password."}),
-    "lab/gated": (403, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to lab/gated is \x1b[31mrestricted"}),
-    "lab/down": (500, {}),
-}
 
 
-class Hub(ThreadingHTTPServer):
-    """A server that implements the part of the hub's protocol that downloads need."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.files = {"lab/good": ["dqn_atari.cleanrl_model"]}  # of each repository
-        self.role = "write"  # of the token
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, status: int, body: Any = b"", **headers: object) -> None:
-        body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"Content_Length": len(body), **headers}.items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        if self.path == "/api/whoami-v2":
-            known = self.headers["Authorization"] == f"Bearer {TOKEN}"
-            user = {"name": "alice", "auth": {"type": "access_token", "accessToken": {"role": self.server.role}}}
-            self.answer(200 if known else 401, user)
-            return
-        match = re.fullmatch(r"(?:/api/models)?/(\w+/[\w-]+)/(\w+)/(\w+)(?:/(.+))?", urlsplit(self.path).path)
-        repo, part, revision, file = match.groups()
-        if repo not in self.server.files:
-            status, headers = FAILURES.get(repo, (404, {}))
-            self.answer(status, **headers)
-            return
-        commit = COMMITS.get(revision, revision)
-        contents = {name: f"{name} at {commit}".encode() for name in self.server.files[repo]}
-        tree = [{"type": "file", "oid": "0", "path": name, "size": len(data)} for name, data in contents.items()]
-        body = {"revision": {"id": repo, "sha": commit}, "tree": tree}.get(part, contents.get(file))
-        self.answer(200, body, X_Repo_Commit=commit, ETag=f'"{commit[:4]}-{file}"')
-
-    do_HEAD = do_GET
-
-
-@contextmanager
-def serve() -> Iterator[Hub]:
-    """Run a hub during the block."""
-    with Hub() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-def use_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the client of this process, which read its own settings when it was imported, use another hub."""
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(huggingface_hub.whoami.__self__, "endpoint", url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+@pytest.fixture(autouse=True)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the client, which read its settings when it was imported, be offline and use an empty cache."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.chdir(tmp_path)
     huggingface_hub.close_session()
 
 
-def forget_tokens() -> None:
-    """Clear the hub library's cache of the owners of tokens."""
-    huggingface_hub.whoami.__self__._whoami_cache.clear()
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client's tries
-    for name, value in (("OFFLINE", False), ("CACHE", str(tmp_path / "cache"))):
-        monkeypatch.setattr(constants, f"HF_HUB_{name}", value)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.chdir(tmp_path)
-    forget_tokens()
-    with serve() as server:
-        use_hub(server.url, monkeypatch)
-        yield server
+def connect(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the client use the hub at an address at which nothing answers."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(huggingface_hub.whoami.__self__, "endpoint", url)
     huggingface_hub.close_session()
 
 
@@ -141,75 +65,83 @@ def check_error(repo: str, reason: str = "") -> str:
     return line
 
 
-def test_downloads(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """A tag or commit pins a model, whose commit is printed. Later, a file in the cache needs no hub."""
-    revisions = {"": COMMITS["main"], "@v1": COMMITS["v1"], f"@{COMMITS['v1']}": COMMITS["v1"]}
-    for url, offline in ((hub.url, False), ("http://127.0.0.1:9", False), (hub.url, True)):
-        use_hub(url, monkeypatch)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        for revision, commit in revisions.items():
-            assert find(f"lab/good{revision}") == f"dqn_atari.cleanrl_model at {commit}"
-            printed = f"model: dqn_atari.cleanrl_model of lab/good{revision} at commit {commit}\n"
-            assert printed in capsys.readouterr().out
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_cached_model(offline: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A tag or commit pins a model, whose commit is printed. A file in the cache needs no hub."""
+    for name, commit in COMMITS.items():
+        for file, text in ((f"refs/{name}", commit), (f"snapshots/{commit}/dqn_atari.cleanrl_model", f"of {name}")):
+            path = Path("cache/models--lab--good", file)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    if not offline:
+        connect("http://127.0.0.1:9", monkeypatch)
+    for revision, name in (("", "main"), ("@v1", "v1"), (f"@{COMMITS['v1']}", "v1")):
+        assert find(f"lab/good{revision}") == f"of {name}"
+        printed = f"model: dqn_atari.cleanrl_model of lab/good{revision} at commit {COMMITS[name]}\n"
+        assert printed in capsys.readouterr().out
 
 
-def test_failed_downloads(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is one line with the reason of the client."""
-    check_error("lab/missing", "404")
-    check_error("lab/secret", "Invalid username or password.")
-    check_error("lab/gated", "Access to lab/gated is")
-    check_error("lab/down", "500 Internal Server Error")
-    use_hub("http://127.0.0.1:9", monkeypatch)
-    check_error("lab/good", "Connection refused")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert len(check_error("lab/good", "offline mode is enabled")) < 500
+    connect("http://127.0.0.1:9", monkeypatch)
+    check_error("lab/good", "Connection refused")
+    denied = errors.HfHubHTTPError("401\nAccess to lab/gated is \x1b[31mrestricted", response=mock.Mock())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(side_effect=denied))
+    check_error("lab/gated", "401 Access to lab/gated is \\x1b[31mrestricted")
 
 
-def test_one_cached_file_of_several(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_one_cached_file_of_several(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """It is found without the hub, and another one is missed in one line."""
-    hub.files["lab/three"] = ["a.zip", "b.zip", "c.zip"]
-    huggingface_hub.snapshot_download("lab/three", allow_patterns=["b.zip"])
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert find("lab/three", "b").startswith("b.zip")
-    warning = "\nWARNING: the hub can't be reached, and not all models of lab/three are cached\n"
-    assert warning in capsys.readouterr().err
+    Path("snapshot").mkdir()
+    Path("snapshot/b.zip").touch()
+    incomplete = errors.IncompleteSnapshotError("some files are missing", "snapshot")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(side_effect=incomplete))
+    assert find_model("lab/three", "b") == Path("snapshot/b.zip")
+    assert "WARNING: the hub can't be reached, and not all models of lab/three are cached\n" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"no file a.cleanrl_model or a.zip; choose with .* from b.zip; "):
         find("lab/three", "a")
 
 
-def test_embedded_teacher_of_the_same_name(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_teacher_of_the_same_name() -> None:
     """CleanRL's own commands name it where the hub can't be reached."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     Path("teachers/Pong-dqn").mkdir(parents=True)
     with pytest.raises(UserError, match="; give teachers/Pong-dqn, a teacher of this project, with"):
         find("cleanrl/Pong-dqn")
 
 
-def test_repository_of_another_library(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_of_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody names the file in a repository as rl-baselines3-zoo uploads it. No other file is downloaded."""
     name = "dqn-BreakoutNoFrameskip-v4"
     files = [f"{name}.zip", f"{name}/policy.pth", f"{name}/a.zip", "train_eval_metrics.zip", "args.yml", "replay.mp4"]
-    hub.files[f"sb3/{name}"] = files
+    Path("snapshot").mkdir()
+
+    def download(repo: str, revision: str | None, **patterns: list[str]) -> str:
+        downloaded = [*utils.filter_repo_objects(files, **patterns)]
+        assert (repo, revision, downloaded) == (f"sb3/{name}", None, [f"{name}.zip"])
+        Path("snapshot", *downloaded).touch()
+        return "snapshot"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     for exp_name in ("dqn_atari", "dqn_atari_jax"):
-        assert find(f"sb3/{name}", exp_name).startswith(f"{name}.zip")
-    assert {path.name for path in Path("cache").rglob("snapshots/*/*")} == {f"{name}.zip"}
+        assert find_model(f"sb3/{name}", exp_name).name == f"{name}.zip"
 
 
-def test_no_file_and_no_name_of_a_repository(hub: Hub) -> None:
+def test_no_file_and_no_name_of_a_repository() -> None:
     """The error has the absolute path."""
-    for repo in ("/no/model", "./x", "../x", "~no-such-user/x", "no/such/directory", "a--b/c", "x" * 200):
+    for repo in ("/no/model", "./x", "~no-such-user/x", "no/such/directory", "a--b/c", "x" * 200):
         check_error(repo)
     for repo in ("two words", "two\nlines", "lab/\udcff"):
         check_error(repo, "Repo id must use alphanumeric chars")
-    check_error(f"{hub.url}/lab/good", "Repo id must be in the form 'repo_name' or 'namespace/repo_name'")
+    check_error("https://hub/lab/good", "Repo id must be in the form 'repo_name' or 'namespace/repo_name'")
 
 
 @pytest.mark.parametrize("setting", ["ALL_PROXY=socks5://127.0.0.1:9", "ALL_PROXY=socks://a:9", "SSL_CERT_FILE=/none"])
-def test_broken_network_settings(setting: str, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_broken_network_settings(setting: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They do not matter to a local teacher, and are one line otherwise."""
     monkeypatch.setenv(*setting.split("="))
-    monkeypatch.delenv("NO_PROXY")
-    use_hub("https://hub.invalid", monkeypatch)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    connect("https://hub.invalid", monkeypatch)
     (tmp_path / "dqn_atari.cleanrl_model").write_text("local")
     assert find(str(tmp_path)) == "local"
     check_error("lab/teacher")
@@ -244,7 +176,17 @@ Commits = list[tuple[str, dict[str, bytes]]]  # repositories, and the files that
 
 
 @pytest.fixture
-def upload(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture) -> Upload:
+def whoami(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Replace the request for the owner of the token, who may write to the hub; return the mock."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_alice")
+    answer = mock.Mock(return_value={"name": "alice", "auth": {"accessToken": {"role": "write"}}})
+    monkeypatch.setattr(huggingface_hub, "whoami", answer)
+    return answer
+
+
+@pytest.fixture
+def upload(whoami: mock.Mock, tmp_path: Path, capsys: pytest.CaptureFixture) -> Upload:
     """Upload a run as a script does; a function of flags that returns standard output and standard error."""
     for path, data in {
         **{RUN_DIR / name: data for name, data in WRITTEN.items()},
@@ -346,7 +288,7 @@ def test_command_of_a_failed_upload_uploads(
 
 
 def test_impossible_upload_is_refused_before_the_training(
-    upload: Upload, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    upload: Upload, whoami: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another name, another token or a network is needed. A hub that can't be reached may be reached at the end."""
     for flags, message in (
@@ -356,18 +298,19 @@ def test_impossible_upload_is_refused_before_the_training(
         with pytest.raises(UserError, match=message):
             upload(**flags)
         check_upload_possible(Args(**flags, upload_model=False))
-    for offline, token, role, message in (
-        (True, TOKEN, "write", "--upload-model needs a token with write access"),
-        (False, "", "write", "--upload-model needs a token with write access"),
-        (False, "hf_another", "write", "the role of this token is 'invalid'$"),
-        (False, TOKEN, "read", "the role of this token is 'read'$"),
-    ):
-        forget_tokens()
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        monkeypatch.setenv("HF_TOKEN", token)
-        hub.role = role
-        with pytest.raises(UserError, match=message):
-            upload()
-    forget_tokens()
-    use_hub("http://127.0.0.1:9", monkeypatch)
+    needs = "--upload-model needs a token with write access"
+    whoami.return_value["auth"]["accessToken"]["role"] = "read"
+    with pytest.raises(UserError, match=f"{needs} .*; the role of this token is 'read'$"):
+        upload()
+    whoami.side_effect = errors.HfHubHTTPError("401", response=mock.Mock(status_code=401))
+    with pytest.raises(UserError, match=f"{needs} .*; the role of this token is 'invalid'$"):
+        upload()
+    whoami.side_effect = ConnectionError("no network")
     check_upload_possible(Args())
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(UserError, match=f"{needs}[^;]*$"):
+            upload()
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(UserError, match=f"{needs}[^;]*$"):
+        upload()

@@ -1,9 +1,8 @@
-"""Packaging: the files that pip, uv and Poetry install, and what the Makefile needs."""
+"""Packaging: the files that pip, uv and Poetry install, and the Python that they use."""
 
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -35,42 +34,22 @@ def test_extras_of_cleanrl() -> None:
 
 
 @pytest.mark.posix
-@pytest.mark.parametrize(
-    ("statuses", "chosen", "venv_status"),
-    [
-        ((127, 127, 0, 0, 0), "python3.12", 0),
-        ((127, 127, 127, 127, 0), "python3", 0),
-        ((127, 127, 127, 1, 1), None, 0),
-        ((0, 0, 0, 0, 0), "python3.14", 1),
-    ],
-)
-def test_python_of_the_makefile(statuses: tuple, chosen: str | None, venv_status: int, tmp_path: Path) -> None:
-    """The newest Python that runs and has venv makes the environment; without one, one line says what is needed.
-
-    An incomplete environment is made again. If `venv` fails, nothing stays.
-    """
-    names = ("python3.14", "python3.13", "python3.12", "python3.11", "python3")
-    for name, status in zip(names, statuses, strict=True):
-        (tmp_path / name).write_text(
-            f'#!/bin/sh\n[ $1 = -c ] && exit {status}\necho {name} $3 $4 > "{tmp_path}/made"\nexit {venv_status}\n'
-        )
+def test_python_of_the_environment(tmp_path: Path) -> None:
+    """The first Python that runs and has venv makes the environment; without one, one line says what is needed."""
+    for name, status in (("python3.14", 127), ("python3.12", 0), ("python3", 0)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n[ $1 = -c ] && exit {status}\necho {name} $*\n")
         (tmp_path / name).chmod(0o755)
-    venv = tmp_path / "venv"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").symlink_to(sys.executable)  # Debian's Python without python3-venv leaves this behind
-    # `make test PYTHON=python` hands PYTHON on in both of these variables.
-    environ = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "PYTHON")}
-    environ["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    command = ["make", f"VENV={venv}", f"{venv}/bin/python"]
-    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert run.returncode == (0 if chosen and venv_status == 0 else 2)
-    assert venv.exists() == (venv_status == 0)
-    if chosen:
-        assert (tmp_path / "made").read_text() == f"{chosen} --clear {venv}\n"
-    else:
-        (error,) = [line for line in run.stderr.splitlines() if not line.startswith("make")]
-        assert error.startswith("error: ")
-        assert "python3-venv" in error
+    made = f"python3.12 -m venv --clear {tmp_path}/venv\n"
+    for names, output, error in (
+        (("python3.14", "python3.12", "python3"), made, ""),
+        (("python3.14", "no-python"), "", "error: none of python3.14 no-python .*python3-venv.*\n"),
+    ):
+        command = [ROOT / "requirements/venv.sh", tmp_path / "venv", *names]
+        environ = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        run = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert run.stdout == output
+        assert re.fullmatch(error, run.stderr)
+        assert run.returncode == (0 if made in output else 2)
 
 
 @pytest.mark.parametrize("extra", ["atari", "jax", "test", "docs"])

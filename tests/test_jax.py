@@ -118,26 +118,19 @@ def test_initial_weights(script: Any) -> None:
     assert len({array.flat[0] for weights in found for array in weights.values()}) == 20 * len(found[0])
 
 
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 7), (11, 6)])
-def test_max_pool_is_that_of_flax(height: int, width: int) -> None:
-    """Value and gradient are the same, also where a window has several maxima."""
-    our_pool = qdagger_jax.max_pool
+def test_max_pool_is_that_of_flax() -> None:
+    """Value and gradient are the same, also where a window has several maxima, below 0 or at an edge."""
 
     def flax_pool(x: jax.Array) -> jax.Array:
         return flax.linen.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
 
-    @jax.jit
-    def pool_both(x: jax.Array, gradient: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        return [(pooled, pull(gradient)[0]) for pooled, pull in (jax.vjp(pool, x) for pool in (our_pool, flax_pool))]
-
-    rng = np.random.default_rng(height)
-    for values in (2, 3, 1000):
-        # Sums of integers are exact in any order.
-        x = rng.integers(0, values, (20, height, width, 3)).astype(np.float32) - values / 2
-        gradient = rng.integers(-8, 8, jax.eval_shape(flax_pool, x).shape).astype(np.float32)
-        found, expected = pool_both(x, gradient)
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_array_equal(found[1], expected[1])
+    rng = np.random.default_rng(0)
+    x = rng.integers(-3, 0, (20, 11, 6, 3)).astype(np.float32)
+    found, find_gradient = jax.vjp(qdagger_jax.max_pool, x)
+    expected, expect_gradient = jax.vjp(flax_pool, x)
+    gradient = rng.integers(-8, 8, expected.shape).astype(np.float32)  # sums of integers are exact in any order
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(find_gradient(gradient)[0], expect_gradient(gradient)[0])
 
 
 # ==================== losses and updates ====================
@@ -201,7 +194,7 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
     agent.state = agent.state._replace(params=to_jax(network), target_params=to_jax(target_network))
     replay = jax_script.Replay(60, 2, *[A] * (script is qdagger), 1, cpu(jax_script))
     rng = np.random.default_rng(1)
-    for _ in range(20):
+    for _ in range(40):  # the buffer has wrapped around
         replay.add(*random_step(jax_script, rng, 2, A))
     key = jnp.copy(agent.state.key)  # the state is donated
     if script is qdagger:

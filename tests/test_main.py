@@ -252,19 +252,15 @@ def test_replay_holds_what_happened(run: Recorder, teachers: tuple[Path, Path]) 
         np.testing.assert_allclose(found, q_values, rtol=0, atol=1e-4)
 
 
-def test_sizes_of_phases_and_replay_buffers(run: Recorder) -> None:
-    """Both are rounded to whole steps of all environments; each phase has a buffer of its own."""
-    args = run.args
-    n = args.num_envs
-    sizes = [("online", -(-args.total_timesteps // n), args.buffer_size // n)]
+def test_replay_buffers(run: Recorder) -> None:
+    """Each phase has a buffer of its own, of whole steps of all environments."""
+    sizes = {"online": run.args.buffer_size}
     if run.has_teacher:
-        sizes.append(("teacher data", args.teacher_steps // n, args.teacher_steps // n))
-    for phase, steps, length in sizes:
-        added = run.of("add", phase)
-        assert len(added) == steps
-        assert {id(add.of) for add in added} == {id(added[0].of)}
-        assert added[0].of.length == length
-    assert len({id(add.of) for add in run.of("add")}) == len(sizes)
+        sizes["teacher data"] = run.args.teacher_steps
+    for phase, size in sizes.items():
+        (replay,) = {add.of for add in run.of("add", phase)}
+        assert replay.length == size // run.args.num_envs
+    assert len({add.of for add in run.of("add")}) == len(sizes)
 
 
 # ==================== environments ====================
@@ -298,7 +294,7 @@ def test_episodes_end_after_half_an_hour() -> None:
 
 
 def test_exploration(run: Recorder) -> None:
-    """The teacher explores in its data, the student online; all that is chosen is sent."""
+    """The teacher explores in its data, the student online, with the run's seed; all that is chosen is sent."""
     args = run.args
     steps = range(0, args.total_timesteps, args.num_envs)
     schedules = {"online": [(args.exploration_fraction * args.total_timesteps, run.offline_steps + i) for i in steps]}
@@ -312,6 +308,11 @@ def test_exploration(run: Recorder) -> None:
         assert len(set(expected)) > 4
         for choice, send in zip(chosen, run.of("send", phase), strict=True):
             np.testing.assert_array_equal(send.chosen, choice.returned)
+    rng = np.random.default_rng(args.seed)
+    for choice in run.of("epsilon_greedy", *schedules):
+        temperature = [choice.temperature] if run.has_teacher else []
+        expected = run.script.epsilon_greedy(choice.q_values, choice.epsilon, rng, *temperature)
+        np.testing.assert_array_equal(choice.returned, expected)
     assert run.of("epsilon_greedy", "online")[-1].epsilon == pytest.approx(args.end_e)
 
 

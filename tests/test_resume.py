@@ -27,6 +27,7 @@ import torch
 from ale_py.vector_env import AtariVectorEnv
 from helpers import (
     AGENTS,
+    GAME,
     NETWORKS,
     NUM_ACTIONS,
     REPO,
@@ -153,14 +154,6 @@ def test_resumed_run_equals_whole_run(
         resume(script, run_dir)
 
 
-def test_resumed_impala_equals_whole_run(
-    whole: Callable, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same holds with the network of the script, in its memory layout and precision."""
-    monkeypatch.setattr(qdagger, "QNetwork", NETWORKS[qdagger])
-    test_resumed_run_equals_whole_run(qdagger, signal.SIGINT, {"offline_update": 36}, whole, teacher, evaluations)
-
-
 WITHIN_EPISODES = [(qdagger, {"teacher_step": 16}), (qdagger, {"online_step": 190}), (dqn_atari, {"step": 190})]
 WITHIN_EPISODES += [(qdagger_jax, {"online_step": 190}), (dqn_atari_jax, {"step": 190})]
 
@@ -196,19 +189,8 @@ def test_resumed_within_episodes(
     resume(script, run_dir)
     assert_same_steps(run_dir, expected)
     assert seeds[before] not in seeds[:before], "episodes are repeated"
-
-    (done,) = counters.values()
     total = 40 if "teacher_step" in counters else 300
-    seam = done // 2  # of two environments
-    replay = replays[0]
-    assert sum(other is replay for other in replays) == total // 2 - seam
-    assert replay.steps_added == total // 2
-    valid = np.asarray(replay.ring.valid)
-    age = np.asarray(replay.ring.age)
-    assert not valid[seam - 1].any(), "a transition leads from one episode to another"
-    assert valid[[seam - 2, seam]].all()
-    assert not age[seam].any()
-    assert (age[seam - 1] == age[seam - 2] + 1).all()
+    assert replays[0].steps_added == total // 2, "the steps before are not in the replay buffer"
 
 
 def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
@@ -296,7 +278,8 @@ def test_full_disk(script: Any, teacher: Path, evaluations: list[str], monkeypat
 
 def test_optimizer() -> None:
     """A restored optimizer has the saved state, in the memory layout of its parameters, and settings of its own."""
-    saved, restored = (qdagger.Student(qdagger.Args(learning_rate=rate), 4, cpu(qdagger)) for rate in (0.5, 0.01))
+    flags = {"learning_rate": 0.5, "seed": 1}, {"learning_rate": 0.01, "seed": 2}
+    saved, restored = (qdagger.Student(qdagger.Args(**each), 4, cpu(qdagger)) for each in flags)
     restored.optimizer.param_groups[0]["fused"] = False
     for parameter in saved.q_network.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -316,7 +299,7 @@ def test_optimizer() -> None:
 def test_script_that_was_changed(
     script: Any, teacher: Path, evaluations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another network, another optimizer or more state ends a resumed run in one line."""
+    """Another network, another optimizer or other state ends a resumed run in one line."""
     run_dir = stop(script, args_of(script, teacher, offline_steps=1), offline_update=1)
     changes = [(script, "QNetwork", NETWORKS[script]), (optax, "adam", optax.sgd)]
     for change in changes if script is qdagger_jax else changes[:1]:
@@ -327,6 +310,8 @@ def test_script_that_was_changed(
         assert len(str(error.value).splitlines()) == 1
     args = parse_args(script.Args, ["--resume", str(run_dir)])
     with pytest.raises(UserError, match="does not fit this script: 'new'"), Run(args, new=np.random.default_rng()):
+        pass
+    with pytest.raises(UserError, match="its fields are returns, "), Run(args, progress=dqn_atari.Progress()):
         pass
 
 
@@ -525,13 +510,11 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 @pytest.mark.posix
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     """Nohup, Ctrl-C pressed several times, and one that also ends the reader of the output: the run can be resumed."""
-    flags = [f"--{name}={value}" for name, value in dataclasses.asdict(tiny(teacher)).items() if name in (
-        "env_id", "teacher_policy_hf_repo", "num_envs", "buffer_size", "learning_starts", "batch_size", "end_e",
-        "teacher_steps", "teacher_eval_episodes",
-    )]  # fmt: skip
+    flags = f"--env-id {GAME} --num-envs 2 --buffer-size 1000 --learning-starts 20 --batch-size 4 --end-e 0.8 "
+    flags += f"--teacher-steps 60 --teacher-eval-episodes 1 --teacher-policy-hf-repo {teacher} --offline-steps 100000"
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags, "--offline-steps=100000"]
+    command = [sys.executable, str(REPO / "cleanrl" / f"{STUDENT}.py"), *flags.split()]
     ignore_hangups = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     process = subprocess.Popen([*command, "--checkpoint-minutes=0.001"], preexec_fn=ignore_hangups, **options)
     wait_for(lambda: newest_number(tmp_path) > 4, process)

@@ -1,4 +1,4 @@
-"""Schedules: λ, learning rate, exploration, when updates are due, and the target network."""
+"""Schedules: λ, learning rate, exploration, when updates are due, and the target network; the seed of an agent."""
 
 import math
 from typing import Any
@@ -39,15 +39,6 @@ def test_share_of_lambda_is_the_formula(script: Any, recent: list[float], teache
     elif teacher - random >= 1e-3:
         share = (teacher - math.fsum(recent) / 10) / (teacher - random)
         assert found == pytest.approx(min(max(share, 0.0), 1.0), rel=1e-6, abs=1e-6)
-
-
-@every_qdagger
-def test_share_of_lambda_where_returns_are_negative(script: Any) -> None:
-    """In Pong the paper's 1 − G/G_T would be above 1 or negative."""
-    assert script.distillation_share([-21] * 10, 19, -21) == 1
-    assert script.distillation_share([-1] * 10, 19, -21) == 0.5
-    assert script.distillation_share([20] * 10, 19, -21) == 0
-    assert script.distillation_share([-21] * 10, 19, -19) == 1  # a student worse than the random policy
 
 
 @every_qdagger
@@ -161,10 +152,25 @@ def weights_of(agent: Any) -> list[dict[Any, np.ndarray]]:
 
 @pytest.mark.usefixtures("small_networks")
 @every_script
+def test_seed(script: Any) -> None:
+    """It decides all weights, and the random numbers of updates."""
+    agent, same, other = (AGENTS[script](script.Args(seed=seed), 4, cpu(script)) for seed in (1, 1, 2))
+    assert agent.dump() == same.dump()
+    for name, array in weights_of(agent)[0].items():
+        assert (array != weights_of(other)[0][name]).all(), name
+    is_torch = script in (qdagger, dqn_atari)
+    states = [each.generator.get_state() if is_torch else each.state.key for each in (agent, other)]
+    assert not np.array_equal(*states)
+
+
+@pytest.mark.usefixtures("small_networks")
+@every_script
 @pytest.mark.parametrize("tau", [0.0, 0.3, 1.0])
 def test_target_network_moves_by_tau(script: Any, tau: float) -> None:
-    """tau 1 copies the Q-network bit for bit. The Q-network does not change."""
+    """It begins as a copy of the Q-network, and tau 1 copies that bit for bit. The Q-network does not change."""
     agent = AGENTS[script](script.Args(), 4, cpu(script))
+    weights, before = weights_of(agent)
+    assert all(np.array_equal(before[name], array) for name, array in weights.items())
     if script in (qdagger, dqn_atari):
         spread(agent.target_network, seed=1)
     else:

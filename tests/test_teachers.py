@@ -5,15 +5,12 @@ import io
 import json
 import os
 import pickle
-import subprocess
 import sys
 import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import dqn_atari
-import dqn_atari_jax
 import flax
 import flax.linen as nn
 import jax
@@ -24,16 +21,15 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import SmallFlaxNetwork, cpu, flax_params, torch_bytes
+from helpers import Hostile, SmallFlaxNetwork, cpu, flax_params, torch_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from references import Weights, nature
+from references import Weights
 
 from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
 from cleanrl_utils.models import choose_model, find_model, flax_to_torch, read_arrays, torch_to_flax
 
-ROOT = Path(__file__).parent.parent
 SCRIPTS = (qdagger, qdagger_jax)
 WIDTHS = {"nature": ((32, 64, 64), 512), "impala": ((16, 32, 32), 256)}
 OBSERVATIONS = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
@@ -111,18 +107,6 @@ def test_conversion_has_an_inverse(architecture: str, widths: tuple, num_actions
     assert all(np.array_equal(back[key], weights[key]) for key in weights)
 
 
-def test_embedded_teacher_in_both_scripts() -> None:
-    """Both find it by the default name of their teachers, and the DQN scripts have its layers."""
-    pong = str(ROOT / "teachers" / "PongNoFrameskip-v4-dqn_atari-seed1")
-    teacher = load(qdagger, find_model(pong, "dqn_atari"))
-    jax_teacher = load(qdagger_jax, find_model(pong, "dqn_atari_jax"))
-    params = flax_params({name: value.numpy() for name, value in teacher.network.state_dict().items()})
-    assert jax.tree.all(jax.tree.map(np.array_equal, params, jax_teacher.params))
-    dqn_atari.QNetwork(6).load_state_dict(teacher.network.state_dict())
-    shapes = jax.eval_shape(dqn_atari_jax.QNetwork(6).init, jax.random.PRNGKey(0), OBSERVATIONS)
-    assert jax.tree.map(np.shape, shapes) == jax.tree.map(np.shape, params)
-
-
 def formats(weights: Weights) -> list[bytes]:
     """Return the same weights in every format that is read."""
     params = flax_params(weights)
@@ -160,22 +144,6 @@ def test_network_of_more_layers() -> None:
     """It does not replace the one that has exactly the layers of the file."""
     larger = WEIGHTS | {"value.bias": BIAS}
     assert models.matching_network(WEIGHTS, {"larger": larger, "equal": WEIGHTS}) == "equal"
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_agent_of_ppo(script: Any, tmp_path: Path) -> None:
-    """CleanRL's PPO with its critic is read as a policy, from ``agent.state_dict()`` and from the same in flax."""
-    agent = {key.replace("network.9", "actor"): value for key, value in WEIGHTS.items()}
-    agent |= {"critic.weight": np.ones((1, 512), np.float32), "critic.bias": np.ones(1, np.float32)}
-    params = flax_params(WEIGHTS)["params"]
-    critic = {"kernel": np.ones((512, 1), np.float32), "bias": np.ones(1, np.float32)}
-    params |= {"actor": params.pop("Dense_1"), "critic": critic}
-    for data in (torch_bytes(agent), flax_bytes({"params": params})):
-        (tmp_path / "agent").write_bytes(data)
-        teacher = load(script, tmp_path / "agent", temperature=0.5)
-        assert teacher.action_temperature == 0.5
-        expected = 0.5 * nature({key: value.astype(float) for key, value in WEIGHTS.items()}, OBSERVATIONS)
-        np.testing.assert_allclose(teacher.q_values(OBSERVATIONS), expected, atol=1e-5)
 
 
 # ==================== the network of a changed script ====================
@@ -236,16 +204,6 @@ def test_own_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # ==================== files that cannot be used ====================
 
 
-class Hostile:
-    """Calls a function when it is unpickled."""
-
-    def __init__(self, *call: Any):
-        self.call = call
-
-    def __reduce__(self) -> tuple:
-        return self.call[0], self.call[1:]
-
-
 def check_unusable(folder: Path, data: bytes, *messages: str, name: str = "dqn_atari.cleanrl_model") -> str:
     """Check that both scripts refuse a file in one printable line: PyTorch's with the first message, JAX's the last.
 
@@ -278,16 +236,12 @@ C51 = random_weights("nature", 51 * 18) | {"atoms": np.linspace(-10, 10, 51, dty
 # The contents of a state dict, and the message of each script: JAX's has the names of flax.
 TORCH_STATES = {
     "a missing key": (changed(_7_bias=None), "lacks [('network.7.bias', (512,))] and has []", "'params/Dense_0/bias'"),
-    "a layer too many": (changed(_11_weight=np.eye(6), _11_bias=BIAS), "it lacks [] and has [('network.11."),
     "control codes": (WEIGHTS | {"evil\x1b[31m\nx.y": BIAS}, "and has [('evil\\x1b[31m\\nx.y', (6,))]"),
-    "one channel": (changed(_0_weight=np.zeros((32, 1, 8, 8))), "network.0.weight', (32, 1, 8, 8))]", "(8, 8, 1, 32)"),
     "two frames": (changed(_7_weight=np.zeros((512, 1024))), "('network.7.weight', (512, 1024))]", "cannot reshape"),
     "weights of no dimension": (changed(_7_weight=np.array(0.5)), "has [('network.7.weight', ())]", "kernel', ())]"),
-    "a bias of no dimension": (changed(_7_bias=np.array(0.5)), "and has [('network.7.bias', ())]", "bias', ())]"),
     "a student": (random_weights("impala", 18), "it has 18 actions, and this game has 6; ", "lacks [('params/Conv_0/"),
     "a C51 of another game": (C51, "it has 18 actions, and this game has 6; "),
     "one quantile": (changed(_9_weight=WEIGHTS["network.9.weight"][:1]), "Network: it lacks [('network.9.w", ""),
-    "NaN": (changed(_9_bias=BIAS * np.nan), "'network.9.bias' holds NaN or infinite values", "holds NaN or infinite"),
     "beyond float32": (changed(_9_bias=BIAS.astype(float) * 1e300), "holds NaN or infinite values"),
     "a list": ([1, 2], "it holds a list, not a state dict"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
@@ -306,27 +260,17 @@ def test_flax_file_of_another_network(tmp_path: Path) -> None:
         ({"kernel": np.zeros((3135, 512))}, "cannot reshape array", "has [('params/Dense_0/kernel', (3135, 512))]"),
         ({"scale": np.ones(512)}, "it lacks [] and has [('params/Dense_0/scale', (512,))]"),
         ({"bias": np.zeros(512, np.int8)}, "'params/Dense_0/bias' is int8, not floating-point"),
-        ({"bias": np.full(512, np.inf)}, "'params/Dense_0/bias' holds NaN or"),
         ({"bias": 1}, "'params/Dense_0/bias' is int, not floating-point"),
-        ({"kernel": np.array(0.5)}, "has [('network.7.weight', ())]", "has [('params/Dense_0/kernel', ())]"),
     ):
         check_unusable(tmp_path, flax_bytes({"params": params | {"Dense_0": params["Dense_0"] | changes}}), *messages)
 
 
-def ext_array(shape: Any, dtype: Any, data: bytes) -> msgpack.ExtType:
-    """Return an array as flax encodes it in msgpack."""
-    return msgpack.ExtType(1, msgpack.packb((shape, dtype, data)))
-
-
 def test_foreign_file(tmp_path: Path) -> None:
-    arrays = ((3,), "float32"), ((10**9,), "float32"), ((1,), "elephant"), ((1,), "O")
-    files = [msgpack.packb({"a": ext_array(*array, b"12345678")}) for array in arrays]
-    files += [torch_bytes(WEIGHTS, _use_new_zipfile_serialization=False)]  # PyTorch's format before 1.6
-    files += [b"", b"<!DOCTYPE html>\n", b"\x81\xa1a" * 100_000, b"\x81\xa1a" * 1000 + b"\x90"]
-    for data in files:
+    files = [torch_bytes(WEIGHTS, _use_new_zipfile_serialization=False)]  # PyTorch's format before 1.6
+    for array in (((3,), "float32", b"12345678"), ((1,), "O", b"12345678")):
+        files.append(msgpack.packb({"a": msgpack.ExtType(1, msgpack.packb(array))}))
+    for data in [*files, b"", b"<!DOCTYPE html>\n", b"\x81\xa1a" * 100_000]:
         check_unusable(tmp_path, data, "it is neither a PyTorch nor a flax model, or damaged (")
-    fields = ext_array((1,), {"names": ["float", "b"], "formats": ["f4", "f4"]}, b"12345678")
-    check_unusable(tmp_path, msgpack.packb({"a": fields}), "not floating-point numbers")
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935\nsize 12345\n"
     check_unusable(tmp_path, pointer, "it is a pointer of Git LFS; `git lfs pull` fetches the model; ")
 
@@ -341,10 +285,7 @@ def test_a_bug_keeps_its_traceback(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_policies_of_another_network(tmp_path: Path) -> None:
-    """An agent of stable-baselines3 that is recurrent, for another game or with other observations.
-
-    The one requirement that it does not meet is named, with the remedy, and no script that it does not come from.
-    """
+    """The one requirement that an agent of stable-baselines3 does not meet is named, with the remedy and no script."""
     recurrent = WEIGHTS | {"action_net.bias": BIAS, "lstm_actor.weight_ih_l0": BIAS}
     four_frames = "instead of four frames of 84×84; train it with make_atari_env and VecFrameStack(env, n_stack=4); "
     for data, message in (
@@ -352,9 +293,7 @@ def test_policies_of_another_network(tmp_path: Path) -> None:
         (sb3_zip(WEIGHTS, shape=(1, 84, 84)), f"its observations have the shape [1, 84, 84] {four_frames}"),
         (sb3_zip(WEIGHTS, normalize_images=False), "normalize_images=False; train it with the default, True; "),
         (sb3_zip(WEIGHTS, num_actions=10**30), "its actions are not those of an Atari game; "),
-        (sb3_zip(random_weights("nature", 18)), "it has 18 actions, and this game has 6; "),
         (sb3_zip({"quantile_net.quantile_net.0.bias": np.zeros(301)}), "cannot reshape array of size 301"),
-        (sb3_zip({"quantile_net.quantile_net.0.bias": "text"}), "is str, not floating-point numbers"),
     ):
         text = check_unusable(tmp_path, data, message, name="agent.zip")
         assert "the script that saved it" not in text
@@ -364,22 +303,16 @@ def test_policies_of_another_network(tmp_path: Path) -> None:
 def test_zip_archives(tmp_path: Path) -> None:
     """Damaged, nested and hostile ones are refused."""
     data = torch_bytes(SMALL)
-    many = torch.zeros(1000)
-    rebuild = torch._utils._rebuild_tensor_v2
-    storage = many._typed_storage()
-    for content, *messages in (
+    storage = torch.zeros(1000)._typed_storage()
+    beyond = Hostile(torch._utils._rebuild_tensor_v2, storage, 0, (9,), (2**61,))
+    for content, message in (
         (b"PK\x03\x04" + bytes(50), "File is not a zip file"),
-        (data[:-29] + data[-21:], ""),
         (zip_bytes({"data": b"{}"}), "neither stable-baselines3 nor a state dict"),
         (sb3_zip(sb3_zip(SMALL)), "neither stable-baselines3 nor a state dict"),
         (sb3_zip(data[:-9]), ""),
-        (sb3_zip({"x.weight": Hostile(bytearray, 9)}), "bytearray'; save a state_dict"),
-        (torch_bytes({str(i): many[i : i + 1] for i in range(100)}), "and has [('0', (1,)), ('1', (1,))]"),
-        (torch_bytes({"x": Hostile(rebuild, many[:1], 0, (1,), (1,))}), "not enough values to unpack"),
-        (torch_bytes({"x": Hostile(rebuild, storage, 1, (1000,), (1,))}), "index 1000 is out of bounds"),
-        (torch_bytes({"x": Hostile(rebuild, storage, 0, (9,), (2**61,))}), "is out of bounds"),
+        (torch_bytes({"x": beyond}), "is out of bounds"),
     ):
-        check_unusable(tmp_path, content, *messages)
+        check_unusable(tmp_path, content, message)
 
 
 def test_code_does_not_run(tmp_path: Path) -> None:
@@ -437,15 +370,6 @@ def test_a_path_without_its_suffix(tmp_path: Path) -> None:
         file.parent.mkdir(exist_ok=True)
         file.touch()
         assert find_model(str(tmp_path / "ppo_breakout"), "dqn_atari") == file
-
-
-def test_models_alone() -> None:
-    """A program may import only this helper: huggingface_hub imports its own modules when they are needed."""
-    program = "from cleanrl_utils.models import find_model; print(find_model('.', 'dqn_atari').name)"
-    folder = ROOT / "teachers/PongNoFrameskip-v4-dqn_atari-seed1"
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    found = subprocess.check_output([sys.executable, "-c", program], cwd=folder, env=environ, text=True)
-    assert found.strip() == "dqn_atari.cleanrl_model"
 
 
 @pytest.mark.posix

@@ -17,6 +17,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 from helpers import only, read_scalars, warnings_of
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_ndarray
 
 from cleanrl_utils import run as run_module
@@ -63,12 +64,14 @@ def test_run_directories(monkeypatch: pytest.MonkeyPatch) -> None:
 # ==================== event files ====================
 
 
-def test_a_watching_tensorboard_forgets_points_that_are_logged_again() -> None:
+def test_a_watching_tensorboard_forgets_points_that_are_logged_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has read points after the checkpoint when the run is killed, and sees them once after the resume.
 
-    The class is that of TensorBoard's server, where it has no data server.
+    The disk is slow, so that a checkpoint has to wait for the thread that writes.
     """
-    server = EventMultiplexer()
+    write = RecordWriter.write
+    monkeypatch.setattr(RecordWriter, "write", lambda writer, data: time.sleep(0.05) or write(writer, data))
+    server = EventMultiplexer()  # of TensorBoard's server, where it has no data server
     run_dir = Path("runs", "run")
     run_dir.mkdir(parents=True)
 
@@ -88,6 +91,17 @@ def test_a_watching_tensorboard_forgets_points_that_are_logged_again() -> None:
     writer.close()
     assert points() == [*((i, i) for i in range(1, 6)), (6, -6), (7, -7), (8, -8)]
     assert points_of(run_dir) == points()
+
+
+def test_points_after_the_checkpoint_are_removed(folder: Path) -> None:
+    """Also at the step of the checkpoint, where TensorBoard would show both."""
+    writer = Writer(folder)
+    log(writer, range(5))
+    state = writer.dump()
+    log(writer, range(4, 8))
+    writer.close()
+    Writer(folder, state).close()
+    assert points_of(folder) == [(i, i) for i in range(5)]
 
 
 @pytest.mark.parametrize("seconds", [-(10**6), 0])

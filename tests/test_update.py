@@ -1,10 +1,7 @@
 """Networks, losses, gradients and updates of the PyTorch scripts against float64 NumPy references."""
 
-import contextlib
 import copy
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import dqn_atari
@@ -17,8 +14,6 @@ from helpers import AGENTS, SmallNetwork, cpu, dqn_losses, qdagger_losses, rando
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import Weights, impala, log_softmax, nature
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 NUM_ACTIONS = 6
 BATCH_SIZE = 4
@@ -77,12 +72,6 @@ def float64_weights(network: torch.nn.Module) -> Weights:
 
 
 # ==================== networks ====================
-
-
-def test_networks_of_dqn_are_teachers() -> None:
-    """Names and shapes are those of CleanRL's file format, which test_teachers.py checks for QDagger's networks."""
-    shapes = [{key: value.shape for key, value in network(6).state_dict().items()} for network in NETWORKS[1:]]
-    assert shapes[0] == shapes[1]
 
 
 @every_network
@@ -157,10 +146,7 @@ def test_bfloat16(network_class: type[torch.nn.Module]) -> None:
 def test_loss_and_its_gradient(
     seed: int, size: int, num_actions: int, scale: float, coefficient: float, temperature: float
 ) -> None:
-    """Compare each term and dL/dQ. QDagger bootstraps from the network that learns: it has no gradient there.
-
-    The rows of the table are states.
-    """
+    """Compare each term and dL/dQ. QDagger bootstraps from the network that learns: it has no gradient there."""
     rng = np.random.default_rng(seed)
     q = rng.normal(scale=scale, size=(2 * size, num_actions))
     state = rng.permutation(2 * size)[:size]
@@ -289,7 +275,7 @@ class NoisyNetwork(SmallNetwork):
 
 
 @every_script
-def test_evaluation_mode(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_mode(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the Q-network, and only in gradient steps, computes in training mode. Its buffers are copied with tau."""
     monkeypatch.setattr(script, "QNetwork", NoisyNetwork)
     rng = np.random.default_rng(7)
@@ -321,58 +307,3 @@ def test_evaluation_mode(script: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     agent.update_target(0.25)
     assert all(map(torch.equal, buffers(agent.q_network), buffers(agent.target_network)))
     assert not same_weights(agent.q_network, agent.target_network)
-    if script is qdagger:  # it can teach
-        agent.save(tmp_path / "student.cleanrl_model")
-        teacher = script.Teacher(tmp_path / "student.cleanrl_model", NUM_ACTIONS, 1.0, agent.hardware)
-        np.testing.assert_array_equal(teacher.q_values(observation), agent.q_values(observation))
-
-
-class NoSynchronisation(TorchDispatchMode):
-    """Finds operations that would synchronise with a GPU, for which the device "meta" stands in.
-
-    That device raises where its data are read and where a shape depends on data. There remain copies between it and
-    the host, which must be explicit and non-blocking.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
-        if len({tensor.device.type for tensor in tensors}) > 1:
-            assert func.overloadpacket is torch.ops.aten.copy_, f"{func} between devices"
-            assert args[2:] == (True,), "a blocking copy"
-        return result
-
-
-class MetaGenerator(torch.Generator):
-    """A generator for tensors without data, on the device "meta"."""
-
-    device = torch.device("meta")
-
-    def __new__(cls, device: str | torch.device = "cpu") -> "MetaGenerator":
-        """Make a generator of the CPU that says it is of the other device."""
-        return super().__new__(cls)
-
-
-@every_script
-def test_nothing_synchronises_with_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither updates nor the target network, the forward pass of a network, and `Replay.add`."""
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())  # not for this device
-    monkeypatch.setattr(torch, "Generator", MetaGenerator)
-    # Fused Adam does not know the device.
-    adam = SimpleNamespace(param_groups=[{}], zero_grad=lambda: None, step=lambda: None)
-    monkeypatch.setattr(torch.optim, "Adam", lambda *args, **kwargs: adam)
-    rng = np.random.default_rng(7)
-    agent = make_agent(script, cpu(script)._replace(device=torch.device("meta")))
-    replay = make_replay(script, rng, agent.hardware)
-    step = random_step(script, rng, 2, NUM_ACTIONS)
-    observation = torch.empty((2, 4, 84, 84), dtype=torch.uint8, device="meta")
-    steps = replay.sampled_steps()
-    inputs = steps.start, steps.stop, *((0.5, 1e-3, 1e-3) if script is qdagger else ())
-    tensors = [torch.as_tensor(value, device="meta") for value in inputs]
-    gradient_steps = agent.gradient_steps if script is qdagger else agent.gradient_step
-    with NoSynchronisation():
-        update(script, agent, replay, 0.5, [1e-3, 1e-3])
-        gradient_steps(replay.ring, *tensors)  # as in a CUDA graph
-        agent.update_target(0.5)
-        agent.q_network(observation)
-        replay.add(*step)

@@ -79,10 +79,7 @@ def test_a_file_that_is_open_elsewhere(refuse: Callable, tmp_path: Path) -> None
 
 
 def test_a_checkpoint_that_is_open_elsewhere(refuse: Callable, tmp_path: Path) -> None:
-    """It is read later. If it stays open, it is not taken for damaged.
-
-    Otherwise the run would be resumed from the one before, and overwrite the newest.
-    """
+    """It is read later. If it stays open, it is not taken for damaged: a resumed run would overwrite it."""
     checkpoints = Checkpoints(tmp_path)
     for number in (1, 2):
         checkpoints.save({"script": "dqn_atari", "number": number}, {})
