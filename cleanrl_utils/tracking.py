@@ -91,7 +91,7 @@ class Writer:
         for path in run_dir.glob(EVENT_FILES):
             newest = max(newest, int(path.name.split(".")[3]))
             size = self._sizes.get(path.name, 0)
-            if path.stat().st_size > size:
+            if state is not None and path.stat().st_size > size:
                 retry(functools.partial(os.truncate, path, size))
         clock = event_file_writer.time
         # The time is in the name of the file, which sorts last even if the clock is behind.
