@@ -67,7 +67,7 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise
-        problem = f"{error.filename or 'a log'} could not be opened or written ({error.strerror})"
+        problem = f"{error.filename or 'a file'} could not be opened or written ({error.strerror})"
         print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr, flush=True)
         sys.exit(1)
 

@@ -80,7 +80,12 @@ class Writer:
     """A writer of TensorBoard event files, part of a checkpoint: a resumed run has each point once."""
 
     def __init__(self, run_dir: Path, state: bytes | None = None):
-        """Open a new event file; ``state`` is that of the checkpoint from which a run is resumed."""
+        """Open a new event file; ``state`` is that of the checkpoint from which a run is resumed.
+
+        All methods raise a UserError if a file can't be written.
+        """
+        remedy = f"make room or allow it, then use --resume {run_dir}"
+        self._errors = functools.partial(user_errors, f"a log in {run_dir} can't be written", remedy, OSError)
         self._last_step = 0
         self._sizes: dict[str, int] = {}  # bytes of each event file, up to its first event that is written again
         if state is not None:
@@ -136,18 +141,21 @@ class Writer:
 
     def dump(self) -> bytes:
         """Write all events to the disk; return the state, with the bytes of each event file of the run."""
-        self._writer.flush()
-        with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file open for writing
-            os.fsync(file.fileno())
+        with self._errors():
+            self._writer.flush()
+            with retry(lambda: self.file.open("ab")) as file:  # Windows synchronises only a file open for writing
+                os.fsync(file.fileno())
         self._sizes[self.file.name] = self.file.stat().st_size
         return json.dumps({"last_step": self._last_step, "sizes": self._sizes}).encode()
 
     def close(self) -> None:
         """Write all events and close the file."""
-        self._writer.close()
+        with self._errors():
+            self._writer.close()
 
     def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+        with self._errors():
+            self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
 
 
 def start_wandb(args: Any, run_dir: Path) -> None:

@@ -142,10 +142,10 @@ def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture) -> None:
 
     with pytest.raises(SystemExit) as end:
         train()
-    assert end.value.code == 1
-    error = "error: a log could not be opened or written (File too large); make room or allow it, and `--resume`\n"
-    assert capsys.readouterr().err == error
+    assert end.value.code == 2
     run_dir = only(Path("runs").iterdir())
+    error = f"error: a log in {run_dir} can't be written: [Errno 27] File too large; "
+    assert capsys.readouterr().err == f"{error}make room or allow it, then use --resume {run_dir}\n"
     with Run(qdagger.Args(resume=str(run_dir))) as run:
         log(run, range(10, 15))
     assert points_of(run_dir) == [(i, i) for i in range(15)]
