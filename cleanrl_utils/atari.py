@@ -8,7 +8,7 @@ import numpy as np
 from ale_py.vector_env import AtariVectorEnv
 
 from cleanrl_utils.device import available_cores
-from cleanrl_utils.errors import UserError, user_errors
+from cleanrl_utils.errors import UserError
 
 MAX_FRAMES = 108_000  # 30 minutes at 60 frames/s, after which an episode is truncated (Machado et al., 2018)
 NOOP_MAX = 30
@@ -66,22 +66,20 @@ class AtariEnvs:
     def __init__(self, env_id: str, num_envs: int, **images: Any):
         rom, sticky = parse_env_id(env_id)
         self.num_envs = num_envs
-        remedy = "unset ALE_ROMS_DIR, or let it name a directory with the ROMs of ale-py"
-        with user_errors(f"the ROM of {env_id} can't be read", remedy, OSError):
-            self._envs = AtariVectorEnv(
-                rom,
-                num_envs,
-                num_threads=min(num_envs, available_cores()),
-                repeat_action_probability=sticky,
-                max_num_frames_per_episode=MAX_FRAMES,
-                frameskip=FRAME_SKIP,
-                noop_max=NOOP_MAX,
-                use_fire_reset=False,  # it presses FIRE for one frame, which a sticky action can replace; see `send`
-                reward_clipping=False,  # the scripts clip, and log unclipped returns
-                episodic_life=False,  # it would restart the whole game when a life is lost
-                life_loss_info=True,
-                **images,
-            )
+        self._envs = AtariVectorEnv(
+            rom,
+            num_envs,
+            num_threads=min(num_envs, available_cores()),
+            repeat_action_probability=sticky,
+            max_num_frames_per_episode=MAX_FRAMES,
+            frameskip=FRAME_SKIP,
+            noop_max=NOOP_MAX,
+            use_fire_reset=False,  # it presses FIRE for one frame, which a sticky action can replace; see `send`
+            reward_clipping=False,  # the scripts clip, and log unclipped returns
+            episodic_life=False,  # it would restart the whole game when a life is lost
+            life_loss_info=True,
+            **images,
+        )
         self.num_actions = int(self._envs.single_action_space.n)
         meanings = [action.name for action in self._envs.ale.get_action_set()]
         self._fire_action = meanings.index("FIRE") if "FIRE" in meanings else None

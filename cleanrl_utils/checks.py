@@ -5,17 +5,15 @@ passes over it.
 """
 
 import math
-import os
 import re
-import shutil
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
+from huggingface_hub import constants, get_token
+
 from cleanrl_utils.device import available_memory
 from cleanrl_utils.errors import UserError, flag
-from cleanrl_utils.hub import check_upload_possible
 
 T = TypeVar("T")
 MAY_CHANGE = "may change"  # annotates a flag that may have another value in a resumed run
@@ -62,27 +60,23 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
         value = getattr(args, name)
         if value is not None and not limits.low <= value <= limits.high:
             raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {limits.low} and {limits.high}")
-    # Windows allows 260 characters in a path, and the name is in that of the run and in that of the file. A file named
-    # aux.cleanrl_model would be a device there.
-    if not re.fullmatch(r"(?!(?i:con|prn|aux|nul|com\d|lpt\d)(\.|$))[\w.+-]{1,60}", args.exp_name, re.ASCII):
-        found = f"--exp-name is {args.exp_name!r:.120}; it names files"
-        raise UserError(f"{found}: use up to 60 letters, digits and characters of _.+-, but not aux, con or nul")
-    if args.upload_model and not args.save_model:
-        raise UserError("--upload-model uploads the saved model; leave out --no-save-model")
-    check_upload_possible(args)
-    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
-    if getattr(args, "compile", False) and not shutil.which(compiler):
-        raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
-    if args.resume is not None:
-        problem = size_problem(args, args.num_envs)
-    else:
-        if args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
-            raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one")
-        problem = size_problem(args, 1)
+    if not re.fullmatch(r"[\w.+-]{1,60}", args.exp_name, re.ASCII):  # Windows allows 260 characters in a path
+        raise UserError(f"--exp-name is {args.exp_name!r:.120}; use up to 60 letters, digits and characters of _.+-")
+    if args.upload_model and (not args.save_model or constants.HF_HUB_OFFLINE or get_token() is None):
+        needs = "a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset"
+        raise UserError(f"--upload-model needs the saved model (leave out --no-save-model), {needs}")
+    if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
+        raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one")
+    num_envs = args.num_envs
+    while args.resume is None and num_envs > 1 and size_problem(args, num_envs):  # a resumed run has its own number
+        num_envs //= 2
+    problem = size_problem(args, num_envs)
     if problem:
         raise UserError(problem)
     check_memory(args, device, step_bytes)
-    return replace(args, num_envs=fitting_num_envs(args))
+    if num_envs < args.num_envs:
+        print(f"--num-envs is {num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
+    return replace(args, num_envs=num_envs)
 
 
 def check_finite(arrays: Iterable[Any]) -> None:
@@ -90,16 +84,6 @@ def check_finite(arrays: Iterable[Any]) -> None:
     for array in arrays:
         if not abs(array).max() < math.inf:
             raise UserError(DIVERGED)
-
-
-def fitting_num_envs(args: Any) -> int:
-    """Return `num_envs`, halved until the sizes leave room for so many environments; a resumed run has its own."""
-    num_envs = args.num_envs
-    while args.resume is None and num_envs > 1 and size_problem(args, num_envs):
-        num_envs //= 2
-    if num_envs < args.num_envs:
-        print(f"--num-envs is {num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
-    return num_envs
 
 
 def replay_buffers(args: Any) -> list[str]:
@@ -132,13 +116,11 @@ def check_memory(args: Any, device: Any, step_bytes: int) -> None:
     # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
     # layers come on top; they depend on the network.
     transition_bytes = 2 * STACK * 84 * 84 * (1 + 4)
-    samples = BATCHES * args.batch_size * transition_bytes
-    sizes = {"batch_size": samples}
+    sizes = {"batch_size": BATCHES * args.batch_size * transition_bytes}
     # The teacher's replay buffer and the student's never exist at once.
     for name in replay_buffers(args):
-        sizes[name] = samples + getattr(args, name) * step_bytes
+        sizes[name] = sizes["batch_size"] + getattr(args, name) * step_bytes
     for name, size in sizes.items():
         if size > available:
             needs = f"{flag(name)} {getattr(args, name):,} needs {size / 1e9:.2f} GB of memory"
-            found = f"{available / 1e9:.2f} GB is available (on a CPU, within ulimit and control groups)"
-            raise UserError(f"{needs} and {found}; lower it")
+            raise UserError(f"{needs}, and {available / 1e9:.2f} GB is available; lower it")

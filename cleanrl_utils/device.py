@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # from malloc.h
 CGROUP = Path("/sys/fs/cgroup")
-ROOM_UNDER_LIMIT = 1_000_000_000  # bytes for threads and batches under `ulimit`; they took up to 0.5 GB on two cores
 ROOM_BESIDE_REPLAY = 2_000_000_000  # bytes for graphs, cuDNN's work spaces, weights and batches on a GPU, an estimate
 
 
 def warn_of_unused_gpu(library: str) -> None:
     """Print a warning where the machine has an NVIDIA GPU that ``library`` can't use."""
-    hidden = ("", "-1", "NoDevFiles")  # the last is Slurm's value for a job without a GPU
-    if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") not in hidden:
-        remedy = "install the build of it that fits the driver, which nvidia-smi shows"
-        warn(f"{library} can't use the NVIDIA GPU and computes on the CPU; {remedy}")
+    if shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        warn(f"{library} can't use the NVIDIA GPU and computes on the CPU; install its build for the GPU's driver")
 
 
 def available_memory(device: Any) -> int:
@@ -46,15 +43,8 @@ def available_memory(device: Any) -> int:
 
 
 def available_host_memory() -> int:
-    """Return the bytes of memory that this process can still allocate, within its control groups and ``ulimit``."""
+    """Return the bytes of memory that this process can still allocate, within its control groups."""
     available = [psutil.virtual_memory().available]
-    if hasattr(psutil, "RLIMIT_AS"):  # Windows has no such limits, and macOS does not enforce them
-        process = psutil.Process()
-        used = process.memory_info()
-        for kind, usage in ((psutil.RLIMIT_AS, used.vms), (psutil.RLIMIT_DATA, used.data)):
-            soft_limit, _ = process.rlimit(kind)
-            if soft_limit != psutil.RLIM_INFINITY:
-                available.append(soft_limit - usage - ROOM_UNDER_LIMIT)
     for limit, usage, *stat in control_groups("memory.max", "memory.current", "memory.stat"):
         if limit != "max":
             # The page cache, for example of a checkpoint that was just written, makes room on demand.
@@ -232,9 +222,8 @@ def set_up_jax(bf16: bool) -> JaxHardware:
     else:
         name = device.device_kind
         # Compiling takes minutes for a GPU. It takes seconds for a CPU, where code of another processor may fail.
-        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        if jax.config.jax_compilation_cache_dir is None and os.path.isabs(cache):  # a user may have no home directory
-            jax.config.update("jax_compilation_cache_dir", os.path.join(cache, "qdagger-jax"))
+        if jax.config.jax_compilation_cache_dir is None:
+            jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/qdagger-jax"))
     capability = str(getattr(device, "compute_capability", ""))  # "7.5"; an AMD GPU has a name, a TPU has none
     in_hardware = device.platform != "cpu" and not re.match(r"[1-7]\.", capability)
     dtype = jnp.bfloat16 if bf16 and in_hardware else jnp.float32

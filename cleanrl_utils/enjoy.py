@@ -2,7 +2,7 @@
 
 import functools
 import importlib.util
-import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,8 @@ import numpy as np
 import tyro
 
 import cleanrl
-from cleanrl_utils.atari import AtariEnvs, parse_env_id
-from cleanrl_utils.errors import UserError, one_line_errors, warn
+from cleanrl_utils.atari import AtariEnvs
+from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import play_episodes
 from cleanrl_utils.hub import repository_name
 from cleanrl_utils.models import find_model
@@ -39,17 +39,9 @@ class Args:
     capture_video: bool = False
     """whether to film one more episode (check out the `videos` folder)"""
     script: Path | None = None
-    """QDagger script that loads the model; by default JAX's if the model's name has `_jax` or PyTorch is missing"""
+    """QDagger script that loads the model; by default PyTorch's, or JAX's if PyTorch is not installed"""
     epsilon: float = 0.01
     """probability of a random action"""
-
-
-def choose_script(model_name: str) -> Path:
-    """Return the QDagger script of the library that is installed; of both, JAX's if the model's name has ``_jax``."""
-    is_jax = "_jax" in model_name
-    if importlib.util.find_spec("flax" if is_jax else "torch") is None:
-        is_jax = not is_jax
-    return SCRIPTS / f"qdagger_dqn_atari{'_jax' if is_jax else ''}_impalacnn.py"
 
 
 def import_script(path: Path) -> ModuleType:
@@ -58,15 +50,14 @@ def import_script(path: Path) -> ModuleType:
     Raises:
         UserError: there is no such file, or it has no class ``Teacher``.
     """
-    remedy = f"give another --script, such as {choose_script('')}"
-    if not path.is_file() or path.suffix != ".py":
-        raise UserError(f"there is no Python script {path.as_posix()!r}; {remedy}")
+    if not path.is_file():
+        raise UserError(f"--script {path} is not a file; leave it out, or give a QDagger script")
     spec = importlib.util.spec_from_file_location("qdagger_script", path)
     script = importlib.util.module_from_spec(spec)
     sys.modules["qdagger_script"] = script  # where dataclasses look up annotations that are strings
     spec.loader.exec_module(script)
     if not hasattr(script, "Teacher"):
-        raise UserError(f"{path.as_posix()!r} has no class Teacher, which loads a model; {remedy}")
+        raise UserError(f"--script {path} has no class Teacher, which loads a model; give a QDagger script")
     return script
 
 
@@ -74,13 +65,13 @@ def main(args: Args) -> np.ndarray:
     """Play the episodes, print statistics of their returns, and return them, (episodes,)."""
     if args.eval_episodes < 1 or not 0 <= args.epsilon <= 1 or not 0 <= args.seed < 2**32:
         raise UserError("--eval-episodes must be at least 1, --epsilon from 0 to 1, --seed from 0 to 2^32 - 1")
-    _, sticky = parse_env_id(args.env_id)
     make_envs = functools.partial(AtariEnvs, args.env_id)
     envs = make_envs(num_envs=1)
     envs.close()
     repo = args.hf_repository or repository_name(args)
     path = find_model(repo, args.exp_name)
-    script = import_script(args.script or choose_script(f"{Path(repo).name} {path.name}"))
+    library = "" if importlib.util.find_spec("torch") else "_jax"
+    script = import_script(args.script or SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py")
     hardware = script.choose_hardware(script.Args())
     policy = script.Teacher(path, envs.num_actions, 1.0, hardware)
     print(f"playing {args.eval_episodes} episodes of {args.env_id} with {path}", flush=True)
@@ -88,14 +79,10 @@ def main(args: Args) -> np.ndarray:
     def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
         return script.epsilon_greedy(policy.q_values(observation), args.epsilon, action_rng, policy.action_temperature)
 
-    folder = path.absolute().parent.name if os.path.exists(os.path.expanduser(repo)) else repo.replace("/", "-")
-    video_dir = VIDEOS / f"{folder}-{path.stem}" if args.capture_video else None
+    video_dir = VIDEOS / re.sub(r"[^\w.-]+", "-", f"{repo}-{path.stem}") if args.capture_video else None
     returns = np.array(play_episodes("enjoy", act, args.eval_episodes, make_envs, args.seed, video_dir))
     error = returns.std(ddof=min(1, len(returns) - 1)) / len(returns) ** 0.5
     print(f"standard error {error:.2f}, quartiles {np.quantile(returns, (0.25, 0.5, 0.75)).tolist()}")
-    if args.epsilon == policy.action_temperature == sticky == 0:
-        found = f"{len(returns)} episodes have {len(set(returns.tolist()))} different returns"
-        warn(f"{found}: without random actions episodes repeat, and the standard error is too small")
     return returns
 
 

@@ -18,9 +18,9 @@ from typing import Any, Literal, TypeVar
 import huggingface_hub as hf
 import msgpack
 import numpy as np
-from huggingface_hub import errors, utils
+from huggingface_hub import utils
 
-from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors, warn
+from cleanrl_utils.errors import UserError, one_line, user_errors
 
 Arrays = dict[str, np.ndarray]  # by name
 N = TypeVar("N", bound=Hashable)  # a network of PyTorch or flax
@@ -28,9 +28,7 @@ N = TypeVar("N", bound=Hashable)  # a network of PyTorch or flax
 MODEL_FILES = {"allow_patterns": ["*.cleanrl_model", "*.zip"], "ignore_patterns": ["*/*", "train_eval_metrics.zip"]}
 ZIP = b"PK\x03\x04"  # the first bytes of a zip archive, as PyTorch's and stable-baselines3's files are
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8"}  # of PyTorch
-STORAGES |= {"IntStorage": "<i4", "LongStorage": "<i8"}
-WRAPPERS = {"_orig_mod", "module"}  # modules of torch.compile and DataParallel that hold the actual one
+STORAGES = {"FloatStorage": "<f4", "DoubleStorage": "<f8", "LongStorage": "<i8"}  # of PyTorch
 SB3_NAMES = {  # layers of stable-baselines3 and sb3-contrib, and their names here
     "features_extractor.cnn.": "network.",
     "features_extractor.linear.0.": "network.7.",
@@ -47,8 +45,8 @@ def find_model(repo: str, exp_name: str) -> Path:
     """Find a model; download it if ``repo`` is a hub repository, or find it in the hub's cache without a network.
 
     Args:
-        repo: the file, with or without its suffix, its directory or, if nothing has this path, the name of a hub
-            repository. ``name@revision`` is a branch, tag or commit of it.
+        repo: the file, its directory or, if nothing has this path, the name of a hub repository. ``name@revision`` is a
+            branch, tag or commit of it.
         exp_name: the name of the file, without .cleanrl_model or .zip. With a script's default, the only model of a
             directory or repository may have any name.
 
@@ -56,54 +54,31 @@ def find_model(repo: str, exp_name: str) -> Path:
         UserError: there is no such model, or the hub can't be reached.
     """
     path = Path(os.path.expanduser(repo))
-    local = next(filter(os.path.exists, (path, Path(f"{path}.zip"), Path(f"{path}.cleanrl_model"))), None)
-    remedy = "give another file, directory or hub repository (`hf auth login` for a private one; see docs/teachers.md)"
-    embedded = Path("teachers", path.name)
-    if not local and embedded.exists():
-        remedy = f"give {embedded.as_posix()}, a teacher of this project,"
-    remedy += " with --teacher-policy-hf-repo (enjoy: --hf-repository)"
-    if local:
-        with user_errors(f"no model can be loaded from {repo!r}", remedy, OSError):
-            return local if local.is_file() else local / choose_model(local, exp_name)
-    missing = f"there is no file or directory {os.path.abspath(path)!r}"
+    if os.path.isfile(path):
+        return path
+    if os.path.isdir(path):
+        return path / choose_model(path, exp_name)
     name, _, revision = repo.partition("@")
-    with user_errors(f"{missing}, and no hub repository can have the name {repo!r}", remedy, ValueError):
-        utils.validate_repo_id(name)
-    with user_errors(f"{repo!r} can't be loaded from the Hugging Face Hub", f"{missing} either; {remedy}", OSError):
-        snapshot = download_models(name, revision or None)
-        path = snapshot / choose_model(snapshot, exp_name)
+    problem = f"there is no file or directory {str(path.absolute())!r}, and {repo!r} can't be loaded from the hub"
+    remedy = "give another --teacher-policy-hf-repo (enjoy: --hf-repository), or `hf auth login` for a private one"
+    with user_errors(problem, f"{remedy}; see docs/teachers.md", Exception):  # many kinds, of several HTTP libraries
+        snapshot = Path(hf.snapshot_download(name, revision=revision or None, **MODEL_FILES))
+    path = snapshot / choose_model(snapshot, exp_name)
     print(f"model: {path.name} of {repo} at commit {snapshot.name}")
     return path
 
 
-def download_models(name: str, revision: str | None) -> Path:
-    """Download the models of a hub repository, and no other files, or raise an OSError; return their directory."""
-    try:
-        return Path(hf.snapshot_download(name, revision=revision, **MODEL_FILES))
-    except errors.IncompleteSnapshotError as error:  # for example after `hf download --include`
-        warn(f"the hub can't be reached, and not all models of {name} are cached")
-        return Path(error.snapshot_path)
-    except Exception as error:  # many kinds, of several HTTP libraries
-        is_unreachable = isinstance(error, errors.LocalEntryNotFoundError)
-        raise OSError(one_line((is_unreachable and error.__cause__) or error)) from error  # the cause is shorter
-
-
 def choose_model(directory: Path, exp_name: str) -> str:
-    """Return the name of a directory's model; FileNotFoundError if there is none, UserError in an unfinished run."""
+    """Return the name of a directory's model; UserError if it has none of this name."""
     files = [file.name for file in directory.glob("*") if file.is_file()]
     models = sorted(utils.filter_repo_objects(files, **MODEL_FILES))
-    for name in (exp_name, f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
+    for name in (f"{exp_name}.cleanrl_model", f"{exp_name}.zip"):
         if name in models:
             return name
     if exp_name in ("dqn_atari", "dqn_atari_jax") and len(models) == 1:
         return models[0]
     has = f"; choose with --teacher-model-exp-name (enjoy: --exp-name) from {', '.join(models)}" if models else ""
-    problem = f"it has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}"
-    if any(directory.glob("checkpoint/*.state")):
-        script = (re.findall(r"__(.+)__\d+__\d+$", directory.resolve().name) or [exp_name])[0]
-        resume = shell_command(["python", f"cleanrl/{script}.py", "--resume", str(directory)])
-        raise UserError(f"the run in {str(directory)!r} has not ended: `{resume}` continues it; {problem}")
-    raise FileNotFoundError(problem)
+    raise UserError(f"{str(directory)!r} has no file {exp_name}.cleanrl_model or {exp_name}.zip{has}")
 
 
 def read_model(
@@ -119,10 +94,10 @@ def read_model(
     Raises:
         UserError: the file is damaged or has the weights of another network.
     """
+    problem = f"{path.as_posix()!r} is not a usable model"
     remedy = "docs/teachers.md lists the agents that can teach"
-    if path.suffix != ".zip":
-        remedy += "; a network of your own is read by the script that saved it (enjoy: --script)"
-    with user_errors(f"{path.as_posix()!r} is not a usable model", remedy, (OSError, ValueError)):
+    remedy += "; a network of your own is read by the script that saved it (enjoy: --script)"
+    with user_errors(problem, remedy, (OSError, ValueError)):
         arrays = read_arrays(path)
         is_policy = False
         if shapes(arrays) not in [shapes(network) for network in networks.values()]:
@@ -136,7 +111,10 @@ def read_arrays(path: Path) -> Arrays:
     if data.startswith(LFS_POINTER):
         raise ValueError("it is a pointer of Git LFS; `git lfs pull` fetches the model")
     arrays = read_torch(data) if data.startswith(ZIP) else read_flax(data)
-    return {name: as_float32(name, array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name!r:.60} holds NaN or infinite values")
+    return arrays
 
 
 def shapes(arrays: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -161,7 +139,7 @@ def matching_network(arrays: Arrays, networks: Mapping[N, Mapping[str, Any]]) ->
     raise ValueError(f"its layers are not those of {type(closest).__name__}: it lacks {lacks[:2]} and has {has[:2]}")
 
 
-def read_torch(data: bytes) -> dict[str, Any]:
+def read_torch(data: bytes) -> Arrays:
     """Read a state dict from a file of PyTorch, from one of CleanRL's C51, or from stable-baselines3's zip."""
     try:
         archive = zipfile.ZipFile(io.BytesIO(data))
@@ -170,48 +148,35 @@ def read_torch(data: bytes) -> dict[str, Any]:
             num_actions = check_sb3(json.loads(archive.read("data")))  # pickles in it are text
             archive = zipfile.ZipFile(io.BytesIO(archive.read("policy.pth")))
         state_dict = TorchUnpickler(archive).load()
-        if isinstance(state_dict, dict) and state_dict.keys() == {"model_weights", "args"}:  # C51
+        if state_dict.keys() == {"model_weights", "args"}:  # C51
             state_dict = state_dict["model_weights"]
-        if not isinstance(state_dict, dict):
-            raise ValueError(f"it holds a {type(state_dict).__name__}, not a state dict")
-        arrays = {str(name): array for name, array in state_dict.items()}
+        arrays = {str(name): np.array(array, np.float32) for name, array in state_dict.items()}
     except Exception as error:  # damaged bytes can raise almost any
         raise ValueError(one_line(error)) from error
     return rename_sb3(arrays, num_actions) if is_sb3 else arrays
 
 
 def check_sb3(settings: Mapping[str, Any]) -> int:
-    """Return the number of actions; ValueError if a model of stable-baselines3 had another kind of environment."""
+    """Return the number of actions; ValueError if a model of stable-baselines3 had another kind of observations."""
     space = settings["observation_space"]
     shape = space.get("_shape", space.get("shape"))
     if shape not in ([4, 84, 84], [84, 84, 4]):
         remedy = "train it with make_atari_env and VecFrameStack(env, n_stack=4)"
         raise ValueError(f"its observations have the shape {shape!r:.40} instead of four frames of 84×84; {remedy}")
-    if not settings["policy_kwargs"].get("normalize_images", True):
-        raise ValueError("it was trained with normalize_images=False; train it with the default, True")
-    num_actions = int(settings["action_space"].get("n", 0))
-    if not 1 <= num_actions <= 18:
-        raise ValueError("its actions are not those of an Atari game")
-    return num_actions
+    return int(settings["action_space"]["n"])
 
 
-def rename_sb3(state_dict: Mapping[str, Any], num_actions: int) -> dict[str, Any]:
+def rename_sb3(arrays: Arrays, num_actions: int) -> Arrays:
     """Give the layers of stable-baselines3 their names here."""
     weights = {}
-    for key, array in state_dict.items():
-        name = re.sub(r"^(q_net\.|quantile_net\.|pi_)", "", unwrapped(key))
+    for key, array in arrays.items():
+        name = re.sub(r"^(q_net\.|quantile_net\.|pi_)", "", key)
         if name.startswith("quantile_net.0."):  # output i·A + a is quantile i of action a; their mean is linear too
-            array = as_float32(key, array)
             array = array.reshape(-1, num_actions, *array.shape[1:]).mean(axis=0)
         for sb3_name, our_name in SB3_NAMES.items():
             name = name.replace(sb3_name, our_name)
         weights[name] = array
     return weights
-
-
-def unwrapped(name: str) -> str:
-    """Remove the wrappers of modules from the name of an array: ``q_net._orig_mod.0.weight`` → ``q_net.0.weight``."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 class TorchUnpickler(pickle.Unpickler):
@@ -247,7 +212,7 @@ class TorchUnpickler(pickle.Unpickler):
         return elements[index]
 
 
-def read_flax(data: bytes) -> dict[str, Any]:
+def read_flax(data: bytes) -> Arrays:
     """Read flax msgpack: parameters alone, CleanRL's [flags, parameters], and the files of its PPO and C51."""
 
     def unpack_array(_: int, data: bytes) -> np.ndarray:
@@ -263,28 +228,13 @@ def read_flax(data: bytes) -> dict[str, Any]:
         if tree.keys() == {"model_weights", "args"}:  # C51
             atoms = np.linspace(*(tree["args"][name] for name in ("v_min", "v_max", "n_atoms")), dtype=np.float32)
             tree = {"params": tree["model_weights"]["params"] | {"atoms": atoms}}
-        return flatten(tree)
+        return {name: np.array(array, np.float32) for name, array in flatten(tree).items()}
     except Exception as error:  # damaged bytes can raise almost any
         raise ValueError(f"it is neither a PyTorch nor a flax model, or damaged ({one_line(error)})") from error
 
 
-def as_float32(name: str, array: Any) -> np.ndarray:
-    """Copy an array of finite floating-point numbers to float32, or of integers, such as the counters of layers."""
-    dtype = str(getattr(array, "dtype", type(array).__name__))
-    if dtype in ("int32", "int64"):
-        return np.array(array)
-    if not re.fullmatch(r"b?float\w*", dtype):
-        raise ValueError(f"{name!r:.60} is {dtype}, not floating-point numbers")
-    with np.errstate(over="ignore"):  # a float64 may be infinite in float32, which is an error below
-        copy = np.array(array, np.float32)
-    if not np.isfinite(copy).all():
-        raise ValueError(f"{name!r:.60} holds NaN or infinite values")
-    return copy
-
-
 def convert(arrays: Arrays, library: Literal["torch", "flax"]) -> tuple[Arrays, bool]:
     """Convert arrays to the names and layouts of a library; return them, and whether they are those of a policy."""
-    arrays = {unwrapped(name): array for name, array in arrays.items()}
     is_policy = not ACTOR.keys().isdisjoint(arrays)
     arrays = {ACTOR.get(name, name): array for name, array in arrays.items() if not name.startswith(NOT_ACTING)}
     is_flax = any(name.startswith("params/") for name in arrays)

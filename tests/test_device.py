@@ -62,10 +62,10 @@ def test_warning_of_an_unused_gpu(
     printed, error = capsys.readouterr()
     assert re.fullmatch("device: CPU, threads: .*\n", printed)
     assert re.fullmatch(f"WARNING: {library} can't use the NVIDIA GPU.*\n" if nvidia_smi and wanted else "", error)
-    for hidden in ("", "-1", "NoDevFiles"):  # the last is Slurm's
+    for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         device.warn_of_unused_gpu(library)
-    assert not capsys.readouterr().err, "the user or the cluster has hidden it"
+    assert not capsys.readouterr().err, "the user has hidden it"
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "12.0", "gfx90a"])  # the last is an AMD GPU's
@@ -118,7 +118,6 @@ def test_names_that_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(device, "Path", lambda path: tmp_path / "missing")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delattr(device.psutil, "RLIMIT_AS", raising=False)
     assert available_cores() == os.cpu_count()
     assert 0 < device.available_host_memory() <= device.psutil.virtual_memory().total
     for without_mallopt in (mock.Mock(side_effect=OSError), lambda name: object()):
@@ -154,16 +153,6 @@ def test_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (device.available_host_memory(), available_cores()) == (available * GB, cores)
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert available_cores() == 3
-
-
-@pytest.mark.skipif(not hasattr(device.psutil, "RLIMIT_AS"), reason="only on Linux")
-@pytest.mark.parametrize("limit", ["-v", "-d"])
-def test_memory_of_ulimit(limit: str) -> None:
-    """What the process uses already, and what it will use beside a replay buffer, is not available."""
-    code = "from cleanrl_utils.device import *; print(available_host_memory())"
-    command = f"ulimit {limit} 4000000; {sys.executable} -c '{code}'"
-    run = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert 0 < int(run.stdout) < 4_096_000_000 - device.ROOM_UNDER_LIMIT, run.stderr
 
 
 def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

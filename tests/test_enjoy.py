@@ -61,17 +61,11 @@ def test_all_play_the_same_episodes(directory: Path, capsys: pytest.CaptureFixtu
     assert line in capsys.readouterr().out
 
 
-def test_which_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of JAX if the name of the model has ``_jax``; that of the other library if one is not installed."""
-    for missing, names in (
-        ("", {"lab_jax/dqn_atari": "", "c51_atari_jax.cleanrl_model": "_jax"}),
-        ("torch", {"dqn_atari": "_jax", "c51_atari_jax": "_jax"}),
-        ("flax", {"dqn_atari": "", "c51_atari_jax": ""}),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, missing, None)
-            for name, library in names.items():
-                assert enjoy.choose_script(Path(name).name).name == f"qdagger_dqn_atari{library}_impalacnn.py"
+def test_without_pytorch_jax_plays(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(enjoy, "import_script", lambda path: pytest.fail(path.name))
+    with pytest.raises(pytest.fail.Exception, match="qdagger_dqn_atari_jax_"):
+        play(directory)
 
 
 def test_one_episode_and_its_video(
@@ -103,21 +97,11 @@ def test_one_episode_and_its_video(
     assert temperatures == {1.0}
 
 
-def test_greedy_episodes_repeat(directory: Path, capsys: pytest.CaptureFixture) -> None:
-    """A warning says so where nothing but the no-ops is random."""
-    returns = play(directory, epsilon=0, eval_episodes=3)
-    warning = f"WARNING: 3 episodes have {len(set(returns))} different returns: "
-    assert warning in capsys.readouterr().err
-    for flags in ({"epsilon": 0.01}, {"env_id": "ALE/Alien-v5"}):
-        play(directory, **{"epsilon": 0} | flags)
-        assert "WARNING" not in capsys.readouterr().err
-
-
 def test_flags_of_cleanrl(monkeypatch: pytest.MonkeyPatch) -> None:
     """They name the repository."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: 1 / 0)
     flags = {"env_id": "ALE/Alien-v5", "exp_name": "c51_atari", "hf_entity": "lab", "seed": 2}
-    with pytest.raises(UserError, match=r"^'lab/ALE-Alien-v5-c51_atari-seed2' can't be loaded .*: division by zero; "):
+    with pytest.raises(UserError, match=r"'lab/ALE-Alien-v5-c51_atari-seed2' can't be loaded .*: division by zero; "):
         play("", **flags)
 
 
@@ -129,9 +113,8 @@ def test_flags_of_cleanrl(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"seed": 2**32}, "--seed from 0 to 2^32 - 1"),
         ({"env_id": "PongNoFrameskip-v4"}, "is not a usable model: it has 18 actions"),
         ({"exp_name": "c51"}, "from dqn_atari.cleanrl_model, dqn_atari_jax.cleanrl_model"),
-        ({"script": Path("nowhere.py")}, "there is no Python script 'nowhere.py'; give another --script, such as"),
-        ({"script": REPO / "README.md"}, "/README.md'; give another --script, such as"),
-        ({"script": REPO / "cleanrl" / f"{DQN}.py"}, f"/{DQN}.py' has no class Teacher, which loads a model; give"),
+        ({"script": Path("nowhere.py")}, "--script nowhere.py is not a file; leave it out, or give"),
+        ({"script": REPO / "cleanrl" / f"{DQN}.py"}, f"/{DQN}.py has no class Teacher, which loads a model; give"),
     ],
 )
 def test_bad_input(flags: dict, message: str, directory: Path) -> None:
