@@ -5,7 +5,10 @@ passes over it.
 """
 
 import math
+import os
 import re
+import shutil
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
@@ -65,6 +68,9 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
     if args.upload_model and (not args.save_model or constants.HF_HUB_OFFLINE or get_token() is None):
         needs = "a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset"
         raise UserError(f"--upload-model needs the saved model (leave out --no-save-model), {needs}")
+    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
+    if getattr(args, "compile", False) and not shutil.which(compiler):
+        raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
     if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
         raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one")
     num_envs = args.num_envs

@@ -163,6 +163,8 @@ def check_sb3(settings: Mapping[str, Any]) -> int:
     if shape not in ([4, 84, 84], [84, 84, 4]):
         remedy = "train it with make_atari_env and VecFrameStack(env, n_stack=4)"
         raise ValueError(f"its observations have the shape {shape!r:.40} instead of four frames of 84×84; {remedy}")
+    if not settings["policy_kwargs"].get("normalize_images", True):
+        raise ValueError("it was trained with normalize_images=False; train it with the default, True")
     return int(settings["action_space"]["n"])
 
 

@@ -111,13 +111,10 @@ def formats(weights: Weights) -> list[bytes]:
     """Return the same weights in every format that is read."""
     params = flax_params(weights)
     float64 = {key: value.astype(np.float64) for key, value in weights.items()}
-    compiled_part = {key.replace("network.", "network._orig_mod."): x for key, x in weights.items()}
     files = [torch_bytes(weights), torch_bytes(float64), flax_bytes(params), flax_bytes(flax_params(float64))]
-    files += [flax.serialization.to_bytes([{"seed": 1, "tag": None}, params]), torch_bytes(compiled_part)]
-    files += [torch_bytes({f"module._orig_mod.{key}": x for key, x in weights.items()})]  # torch.compile, DataParallel
+    files += [flax.serialization.to_bytes([{"seed": 1, "tag": None}, params])]
     if "network.9.bias" in weights:  # the layers of a CnnPolicy
-        compiled_part = {key.replace("q_net.", "q_net._orig_mod.", 1): x for key, x in sb3_names(weights).items()}
-        files += [sb3_zip(weights), sb3_zip(compiled_part)]
+        files += [sb3_zip(weights)]
     return files
 
 
@@ -196,9 +193,6 @@ def test_own_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match="its layers are not those of"):
             load(other, tmp_path / "own")
         assert type(load(script, tmp_path / "published").network) is script.TeacherNetwork
-    compiled = {f"_orig_mod.{name}": array for name, array in OwnNetwork(6).state_dict().items()}
-    (tmp_path / "own").write_bytes(torch_bytes(compiled))
-    assert type(load(qdagger, tmp_path / "own").network) is OwnNetwork
 
 
 # ==================== files that cannot be used ====================
@@ -242,8 +236,7 @@ TORCH_STATES = {
     "a student": (random_weights("impala", 18), "it has 18 actions, and this game has 6; ", "lacks [('params/Conv_0/"),
     "a C51 of another game": (C51, "it has 18 actions, and this game has 6; "),
     "one quantile": (changed(_9_weight=WEIGHTS["network.9.weight"][:1]), "Network: it lacks [('network.9.w", ""),
-    "beyond float32": (changed(_9_bias=BIAS.astype(float) * 1e300), "holds NaN or infinite values"),
-    "a list": ([1, 2], "it holds a list, not a state dict"),
+    "infinite weights": (changed(_9_bias=BIAS * np.inf), "holds NaN or infinite values"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),
 }
 
@@ -259,8 +252,7 @@ def test_flax_file_of_another_network(tmp_path: Path) -> None:
     for changes, *messages in (
         ({"kernel": np.zeros((3135, 512))}, "cannot reshape array", "has [('params/Dense_0/kernel', (3135, 512))]"),
         ({"scale": np.ones(512)}, "it lacks [] and has [('params/Dense_0/scale', (512,))]"),
-        ({"bias": np.zeros(512, np.int8)}, "'params/Dense_0/bias' is int8, not floating-point"),
-        ({"bias": 1}, "'params/Dense_0/bias' is int, not floating-point"),
+        ({"bias": 1}, ".bias', ())]", "/bias', ())]"),
     ):
         check_unusable(tmp_path, flax_bytes({"params": params | {"Dense_0": params["Dense_0"] | changes}}), *messages)
 
@@ -275,7 +267,7 @@ def test_foreign_file(tmp_path: Path) -> None:
     check_unusable(tmp_path, pointer, "it is a pointer of Git LFS; `git lfs pull` fetches the model; ")
 
 
-@pytest.mark.parametrize("name", ["convert", "as_float32", "rename_sb3", "matching_network", "choose_model"])
+@pytest.mark.parametrize("name", ["convert", "rename_sb3", "matching_network", "choose_model"])
 def test_a_bug_keeps_its_traceback(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line is for what a user can put right."""
     monkeypatch.setattr(models, name, lambda: "a function of other arguments")
@@ -285,18 +277,16 @@ def test_a_bug_keeps_its_traceback(name: str, tmp_path: Path, monkeypatch: pytes
 
 
 def test_policies_of_another_network(tmp_path: Path) -> None:
-    """The one requirement that an agent of stable-baselines3 does not meet is named, with the remedy and no script."""
+    """The one requirement that an agent of stable-baselines3 does not meet is named, with the remedy."""
     recurrent = WEIGHTS | {"action_net.bias": BIAS, "lstm_actor.weight_ih_l0": BIAS}
     four_frames = "instead of four frames of 84×84; train it with make_atari_env and VecFrameStack(env, n_stack=4); "
     for data, message in (
         (sb3_zip(recurrent), "its layers are not those of TeacherNetwork: it lacks [] and has [('lstm_actor.weight_ih"),
         (sb3_zip(WEIGHTS, shape=(1, 84, 84)), f"its observations have the shape [1, 84, 84] {four_frames}"),
         (sb3_zip(WEIGHTS, normalize_images=False), "normalize_images=False; train it with the default, True; "),
-        (sb3_zip(WEIGHTS, num_actions=10**30), "its actions are not those of an Atari game; "),
         (sb3_zip({"quantile_net.quantile_net.0.bias": np.zeros(301)}), "cannot reshape array of size 301"),
     ):
-        text = check_unusable(tmp_path, data, message, name="agent.zip")
-        assert "the script that saved it" not in text
+        check_unusable(tmp_path, data, message, name="agent.zip")
     check_unusable(tmp_path, b"", "a network of your own is read by the script that saved it (enjoy: --script)")
 
 
@@ -341,7 +331,7 @@ def test_damaged_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataOb
     path.write_bytes(content)
     with contextlib.suppress(ValueError):
         for array in read_arrays(path).values():
-            assert array.dtype in (np.float32, np.int32, np.int64)
+            assert array.dtype == np.float32
             assert np.isfinite(array).all()
     check_unusable(path.parent, bytes(content), "")
 
@@ -363,15 +353,6 @@ def test_a_path_wins_over_a_repository(tmp_path: Path, monkeypatch: pytest.Monke
             assert find_model(repo, "dqn_atari").samefile(file)
 
 
-def test_a_path_without_its_suffix(tmp_path: Path) -> None:
-    """stable-baselines3's functions take one, too. A directory of this name wins."""
-    for suffix in (".cleanrl_model", ".zip", "/dqn_atari.zip"):
-        file = Path(f"{tmp_path / 'ppo_breakout'}{suffix}")
-        file.parent.mkdir(exist_ok=True)
-        file.touch()
-        assert find_model(str(tmp_path / "ppo_breakout"), "dqn_atari") == file
-
-
 @pytest.mark.posix
 @pytest.mark.parametrize(
     ("files", "exp_name", "found"),
@@ -380,7 +361,6 @@ def test_a_path_without_its_suffix(tmp_path: Path) -> None:
         ("dqn_atari.zip a.zip", "dqn_atari", "dqn_atari.zip"),
         ("dqn_atari.cleanrl_model train_eval_metrics.zip args.yml", "dqn_atari_jax", "dqn_atari.cleanrl_model"),
         ("a.zip b.zip", "b", "b.zip"),
-        ("a.zip b.zip", "a.zip", "a.zip"),
         ("a.zip", "b", "no file b.cleanrl_model or b.zip; choose with --teacher-model-exp-name .* from a.zip$"),
         ("b.cleanrl_model a.zip x.txt", "dqn_atari", "--exp-name. from a.zip, b.cleanrl_model$"),
         ("train_eval_metrics.zip x.txt", "dqn_atari", "or dqn_atari.zip$"),
@@ -394,22 +374,5 @@ def test_the_model_of_a_directory(files: str, exp_name: str, found: str, tmp_pat
     if found in files:
         assert choose_model(tmp_path, exp_name) == found
     else:
-        with pytest.raises(FileNotFoundError, match=found):
+        with pytest.raises(UserError, match=found):
             choose_model(tmp_path, exp_name)
-
-
-def test_run_that_has_not_ended(tmp_path: Path) -> None:
-    """The command that continues it makes its model; the models that it has saved are named."""
-    run_dir = tmp_path / "PongNoFrameskip-v4__dqn_atari_jax__1__1700000000"
-    (run_dir / "checkpoint").mkdir(parents=True)
-    (run_dir / "checkpoint" / "000012.state").touch()
-    resume = f"python cleanrl/dqn_atari_jax.py --resume {run_dir}"
-    for step in (0, 100, 200):
-        if step:
-            (run_dir / f"dqn_atari_jax-online-{step}.cleanrl_model").touch()
-        if step != 100:  # a single model needs no name
-            with pytest.raises(UserError) as caught:
-                find_model(str(run_dir), "dqn_atari")
-            assert f"has not ended: `{resume}` continues it; it has no file dqn_atari.clean" in str(caught.value)
-    assert "from dqn_atari_jax-online-100.cleanrl_model, dqn_atari_jax-online-200.cl" in str(caught.value)
-    assert find_model(str(run_dir), "dqn_atari_jax-online-200").suffix == ".cleanrl_model"
