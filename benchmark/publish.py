@@ -8,24 +8,23 @@ A run may be added while it runs, and again later. In tables and figures, a vari
 `--exp-name`. The tables are between ``<!-- publish.py: NAME -->`` and ``<!-- end -->``; a NAME is a key of `tables`.
 """
 
-import csv
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import tyro
 
 from cleanrl_utils.report import (
     COLORS,
-    COLUMNS,
-    Run,
+    KEY,
     aggregates,
     draw_curves,
-    grouped,
-    known,
+    evaluations,
+    keys,
     markdown,
     mean_return,
     normalised_returns,
@@ -95,113 +94,103 @@ class Args:
     """the name under which they are added, by default their own"""
 
 
-def read_results() -> list[Run]:
+def read_results() -> pd.DataFrame:
     """Read the published runs."""
+    runs = pd.read_csv(BENCHMARK / "results.csv", keep_default_na=False, na_values="nan")
     curves = np.load(BENCHMARK / "curves.npz")
-    runs = []
-    with (BENCHMARK / "results.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            cells = {column.name: column.type(row[column.name]) for column in COLUMNS}
-            run = Run(**cells, curves=np.empty(0), flags={})
-            runs.append(replace(run, curves=curves[run.key]))
-    return runs
+    return runs.assign(curves=[curves[key] for key in keys(runs)])
 
 
-def labelled(runs: Sequence[Run]) -> list[Run]:
+def labelled(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs with labels as their names."""
-    return [replace(run, exp_name=LABELS.get(run.exp_name, run.exp_name)) for run in runs]
+    return runs.replace({"exp_name": LABELS})
 
 
-def longer(runs: Sequence[Run]) -> list[Run]:
+def longer(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the runs of the variants of LONGER as one variant."""
-    return [replace(run, exp_name="longer") for run in runs if run.exp_name == LONGER.get(run.game)]
+    return runs[runs.exp_name == runs.game.map(LONGER)].assign(exp_name="longer")
 
 
-def row_of(runs: Sequence[Run], column: str = "final_return") -> list[str]:
+def row_of(runs: pd.DataFrame, column: str = "final_return") -> list[str]:
     """Format the mean of a column over the seeds of a variant in each game."""
-    return [mean_return(known([run for run in runs if run.game == game], column)) for game in GAMES]
+    return [mean_return(runs[column][runs.game == game]) for game in GAMES]
 
 
-def table_of_variants(runs: Sequence[Run]) -> str:
+def table_of_variants(runs: pd.DataFrame) -> str:
     """Format the table of all variants: first those in all games, then by IQM."""
-    runs = [run for run in runs if run.exp_name != EMBEDDED]
-    after_offline = [
-        replace(run, exp_name="longer, after the offline phase", final_return=run.offline_return)
-        for run in longer(runs)
-    ]
-    runs = [*longer(runs), *after_offline, *runs]
-    variants = grouped(runs, "exp_name")
+    after_offline = longer(runs).assign(
+        exp_name="longer, after the offline phase", final_return=longer(runs).offline_return
+    )
+    runs = pd.concat([longer(runs), after_offline, runs[runs.exp_name != EMBEDDED]])
     results = aggregates(runs)
     rows = []
     for name in sorted(results, key=lambda name: (-len(results[name][0]), -results[name][1][0])):
         returns, middle = results[name]
-        rows.append([name, *row_of(variants[name]), str(sum(map(len, returns))), text_of(middle, 2)])
-    base = variants[QDAGGER]
+        rows.append([name, *row_of(runs[runs.exp_name == name]), str(sum(map(len, returns))), text_of(middle, 2)])
+    base = runs[runs.exp_name == QDAGGER]
     levels = [["teacher", *row_of(base, "teacher_return"), "", "1"]]
     levels.append(["random policy", *row_of(base, "random_return"), "", "0"])
     return markdown(f"Variant | {' | '.join(GAMES)} | Runs | IQM", levels + rows)
 
 
-def table_of_readme(runs: Sequence[Run]) -> str:
+def table_of_readme(runs: pd.DataFrame) -> str:
     """Format the table of the README: a row per game."""
-    variants = grouped(runs, "exp_name")
-    columns = [row_of(variants[QDAGGER], "teacher_return")]
-    columns += [row_of(of_variant) for of_variant in (variants[FROM_SCRATCH], variants[QDAGGER], longer(runs))]
+    base = runs[runs.exp_name == QDAGGER]
+    columns = [row_of(base, "teacher_return"), row_of(runs[runs.exp_name == FROM_SCRATCH])]
+    columns += [row_of(base), row_of(longer(runs))]
     head = "Game | Teacher | From scratch, 58,000 steps | QDagger, 50,000 steps | Longer"
     return markdown(head, zip(GAMES, *columns, strict=True))
 
 
-def table_of_others(runs: Sequence[Run]) -> str:
+def table_of_others(runs: pd.DataFrame) -> str:
     """Format a table with the best variant in each game, beside the published results of others."""
     rows = []
-    for game in GAMES:
-        variants = grouped([run for run in runs if run.game == game], "exp_name")
-        best = variants[max(variants, key=lambda name: known(variants[name], "final_return").mean())]
-        steps = " or ".join(dict.fromkeys(f"{run.online_steps:,}" for run in best))
-        ours = (mean_return(known(best, column)) for column in ("teacher_return", "final_return"))
-        rows.append([game, *ours, steps, *OTHERS[game]])
+    for game, of_game in runs.groupby("game"):
+        best = of_game[of_game.exp_name == of_game.groupby("exp_name").final_return.mean().idxmax()]
+        steps = " or ".join(f"{steps:,}" for steps in best.online_steps.unique())
+        rows.append([game, mean_return(best.teacher_return), mean_return(best.final_return), steps, *OTHERS[game]])
     head = "Game | Embedded teacher | Best student | Its steps | CleanRL's teacher | CleanRL's student, PyTorch"
     return markdown(f"{head} | JAX | Paper's student", rows)
 
 
-def table_of_full_size(runs: Sequence[Run]) -> str:
+def table_of_full_size(runs: pd.DataFrame) -> str:
     """Format a table with the evaluations of the runs of 2,500,000 steps."""
-    games = grouped([run for run in runs if run.exp_name == FULL_SIZE], "game")
+    games = runs[runs.exp_name == FULL_SIZE].groupby("game")
+    returns = {game: evaluations(of_game) for game, of_game in games}
     rows = []
-    for step in sorted({step for of_game in games.values() for run in of_game for step in run.evaluations}):
-        found = ([run.evaluations[step] for run in of_game if step in run.evaluations] for of_game in games.values())
-        rows.append([f"{step:,}", *(mean_return(np.array(returns)) for returns in found)])
-    return markdown(f"Online steps | {' | '.join(games)}", rows)
+    for step in sorted(set().union(*returns.values())):
+        rows.append([f"{step:,}", *(mean_return(of_game.get(step, [])) for of_game in returns.values())])
+    return markdown(f"Online steps | {' | '.join(returns)}", rows)
 
 
-def table_of_embedded(runs: Sequence[Run]) -> str:
+def table_of_embedded(runs: pd.DataFrame) -> str:
     """Format a table with the evaluations of the runs that made the students in ``teachers/``."""
     rows = []
-    for run in runs:
-        if run.exp_name == EMBEDDED:
-            evaluations = ", ".join(f"{step:,}: {mean:,.1f}" for step, mean in run.evaluations.items())
-            steps = [f"{run.offline_updates:,}", f"{run.online_steps:,}"]
-            final = f"{run.final_return:,.1f} ± {run.final_standard_error:,.1f}"
-            rows.append([run.game, str(run.seed), f"{run.teacher_return:,.1f}", final, *steps, evaluations])
+    for run in runs[runs.exp_name == EMBEDDED].itertuples():
+        returns = ", ".join(f"{step:,}: {value:,.1f}" for step, (value,) in evaluations(runs.loc[[run.Index]]).items())
+        steps = [f"{run.offline_updates:,}", f"{run.online_steps:,}"]
+        final = f"{run.final_return:,.1f} ± {run.final_standard_error:,.1f}"
+        rows.append([run.game, str(run.seed), f"{run.teacher_return:,.1f}", final, *steps, returns])
     head = "Game | Seed | Teacher | Student ± standard error | Offline updates | Online steps"
     return markdown(f"{head} | Student by online steps", rows)
 
 
-def tables(runs: Sequence[Run]) -> dict[str, str]:
+def tables(runs: pd.DataFrame) -> dict[str, str]:
     """Return the text of each marked part of the pages."""
-    missing = [sum(not getattr(run, column) for run in runs) for column in ("versions", "commit")]
-    found = "{} of {} rows have no `versions`, and {} no `commit`: their runs are older than these columns.\n"
+    older = (
+        f"{sum(runs.versions == '')} of {len(runs)} rows have no `versions`, and {sum(runs.commit == '')} no `commit`"
+    )
     return {
         "variants": table_of_variants(runs),
         "readme": table_of_readme(runs),
         "others": table_of_others(runs),
         "full size": table_of_full_size(runs),
         "embedded": table_of_embedded(runs),
-        "older rows": found.format(missing[0], len(runs), missing[1]),
+        "older rows": f"{older}: their runs are older than these columns.\n",
     }
 
 
-def write_tables(page: Path, runs: Sequence[Run]) -> None:
+def write_tables(page: Path, runs: pd.DataFrame) -> None:
     """Replace the marked parts of a page."""
     text = page.read_text(encoding="utf-8")
     for name, content in tables(runs).items():
@@ -210,44 +199,44 @@ def write_tables(page: Path, runs: Sequence[Run]) -> None:
     page.write_text(text, encoding="utf-8", newline="\n")
 
 
-def draw_variants(figure: Any, runs: Sequence[Run]) -> None:
+def draw_variants(figure: Any, runs: pd.DataFrame) -> None:
     """Draw the normalised return of each run as a dot: a panel per game, a row per variant, the best on top."""
-    games = grouped(runs, "game")
-    heights = [len(grouped(of_game, "exp_name")) for of_game in games.values()]
+    runs = runs.assign(normalised=normalised_returns(runs))
+    games = runs.groupby("game")
+    heights = games.exp_name.nunique()
     figure.set_size_inches(7, 1.5 + 0.27 * sum(heights))
     axes = figure.subplots(len(games), squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axis, (game, of_game) in zip(axes, games.items(), strict=True):
-        variants = {name: normalised_returns(group, of_game) for name, group in grouped(of_game, "exp_name").items()}
-        names = sorted(variants, key=lambda name: np.mean(variants[name]))
-        for row, name in enumerate(names):
-            axis.plot(variants[name], [row] * len(variants[name]), "o", color=COLORS[0], alpha=0.6)
+    for axis, (game, of_game) in zip(axes, games, strict=True):
+        means = of_game.groupby("exp_name").normalised.mean().sort_values()
+        axis.plot(of_game.normalised, of_game.exp_name.map(means.index.get_loc), "o", color=COLORS[0], alpha=0.6)
         axis.set_title(game)
-        axis.set_yticks(range(len(names)), names)
-        axis.set_ylim(-0.6, len(names) - 0.4)
+        axis.set_yticks(range(len(means)), means.index)
+        axis.set_ylim(-0.6, len(means) - 0.4)
         axis.grid(alpha=0.5)
         axis.vlines([0, 1], *axis.get_ylim(), colors="black", linewidth=1)
     axes[0].secondary_xaxis("top").set_xticks([0, 1], ["random policy", "teacher"])
     figure.supxlabel("return at the end, a dot per seed: 0 = random policy, 1 = teacher", fontsize="medium")
 
 
-def figures(runs: Sequence[Run]) -> dict[str, tuple[Callable[[Any, Sequence[Run]], None], list[Run]]]:
+def figures(runs: pd.DataFrame) -> dict[str, tuple[Callable[[Any, pd.DataFrame], None], pd.DataFrame]]:
     """Return function and runs of each figure in docs/assets."""
-    qdagger = [replace(run, exp_name=QDAGGER_LEGEND) for run in longer(runs)]
-    scratch = [replace(run, exp_name="from scratch, 58,000 steps") for run in runs if run.exp_name == FROM_SCRATCH]
-    full_size = [replace(run, exp_name="QDagger") for run in runs if run.exp_name == FULL_SIZE]
+    qdagger = longer(runs).assign(exp_name=QDAGGER_LEGEND)
+    scratch = runs[runs.exp_name == FROM_SCRATCH].assign(exp_name="from scratch, 58,000 steps")
+    full_size = runs[runs.exp_name == FULL_SIZE].assign(exp_name="QDagger")
     return {
-        "results": (draw_curves, sorted(qdagger + scratch)),
-        "variants": (draw_variants, [run for run in runs if run.exp_name not in (FULL_SIZE, EMBEDDED)]),
+        "results": (draw_curves, pd.concat([qdagger, scratch]).sort_values(KEY)),
+        "variants": (draw_variants, runs[~runs.exp_name.isin([FULL_SIZE, EMBEDDED])]),
         "long": (draw_curves, full_size),
     }
 
 
 def main(args: Args) -> None:
-    runs = {run.key: run for run in read_results()}
-    for run in read_runs(args.paths) if args.paths else []:
-        added = replace(run, exp_name=args.exp_name or run.exp_name)
-        runs[added.key] = added
-    write_results(sorted(runs.values()), BENCHMARK)
+    runs = read_results()
+    if args.paths:
+        added = read_runs(args.paths)
+        added["exp_name"] = args.exp_name or added.exp_name
+        runs = pd.concat([runs, added]).drop_duplicates(KEY, keep="last").sort_values(KEY)
+    write_results(runs, BENCHMARK)
     published = labelled(read_results())  # rounded, as in results.csv
     for page in PAGES:
         write_tables(page, published)
