@@ -4,26 +4,27 @@
     checkpoint/800-1300-5f3a90c1.replay  a segment: steps 800 to 1299 of the replay buffer
 
 Both are zip files, which have a checksum for each member. A state holds JSON and the libraries' own formats
-(`torch.save`, flax's msgpack); a segment holds NumPy arrays. Loading runs no code. A file gets its name when all of it
-is on the disk, and a state is written after its segments. Then files that no kept state refers to are deleted. So a
-kill at any instant leaves the previous checkpoint or the new one; so does a loss of power, on a file system with a
-journal. The newest two are kept.
+(`torch.save`, flax's msgpack); a segment holds NumPy arrays. Loading runs no code.
+
+A file gets its name when all of it is on the disk, and a state is written after its segments. Then the files of the
+previous checkpoint that the new one does not need are deleted. So a kill at any instant leaves the previous checkpoint
+or the new one; so does a loss of power, on a file system with a journal. Only the newest checkpoint is kept: a file
+that the disk damages later ends `--resume` with an error.
 """
 
-import contextlib
 import json
 import zipfile
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
 
-from cleanrl_utils.errors import UserError, one_line, user_errors
-from cleanrl_utils.files import atomic_write, read_zip, retry
+from cleanrl_utils.errors import UserError, user_errors
+from cleanrl_utils.files import atomic_write
 
-USE_THE_SAME = "resume it with the script and packages that started it"
+RESTORE = "restore it from a backup, or start a new run"
 SEGMENT_BYTES = 2**27  # the most that a segment holds; reading one takes twice as much memory
 
 
@@ -45,15 +46,12 @@ class Checkpoints:
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.directory = run_dir / "checkpoint"
-        self.exist = False
-        self.damaged = ""  # the files that `load` passed over, and why
         self._number = 0
-        self._kept: list[set[str]] = []  # files of the newest checkpoint and the one before; after `load` all
         self._segments: list[Segment] = []  # of the replay buffer that was saved last
         self._replay: dict[str, int] | None = None  # sizes of the replay buffer in the checkpoint that was loaded
 
     def load(self, script: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Read the newest checkpoint that is undamaged.
+        """Read the newest checkpoint.
 
         Args:
             script: the stem of the script's name.
@@ -64,33 +62,21 @@ class Checkpoints:
         Raises:
             UserError: there is none, it can't be read, or another script saved it.
         """
-        problems = []
-        for path in sorted(self.directory.glob("*.state"), reverse=True):
-            try:
-                state = json.loads(read_zip(path, ["state.json"])["state.json"])
-                serialised = read_zip(path, state.get("members", ()))
-            except PermissionError as error:  # the file may be undamaged, and would be overwritten
-                raise UserError(f"{one_line(error)}; allow it, or close the program that has it open") from error
-            except Exception as error:  # a damaged file can raise almost anything
-                problems.append(f"{path.name}: {one_line(error)}")
-                continue
-            if state["script"] != script:
-                raise UserError(f"--resume {self.run_dir} is a run of {state['script']}.py; resume it with that script")
-            if "replay" not in state:
-                raise UserError(f"--resume {self.run_dir}: an earlier version of this script saved it; {USE_THE_SAME}")
-            self.exist = True
-            self.damaged = "; ".join(problems)
-            self._number = int(path.stem)
-            self._segments = [Segment(*segment) for segment in state["segments"]]
-            self._replay = state["replay"]
-            files = {path.name, *(segment.file for segment in self._segments)}
-            self._kept = [files, {path.name for path in self.directory.iterdir()}]
-            return state, serialised
-        if problems:
-            what = f"no checkpoint in {self.run_dir} is undamaged ({'; '.join(problems)})"
-            raise UserError(f"{what}; restore the directory from a backup, or start a new run")
-        problem = f"--resume {self.run_dir}: there is no checkpoint in it"
-        raise UserError(f"{problem}; the run is finished or has not saved one yet, or give the directory of a run")
+        paths = sorted(self.directory.glob("*.state"))
+        if not paths:
+            problem = f"--resume {self.run_dir}: there is no checkpoint in it"
+            raise UserError(f"{problem}; the run is finished or has not saved one yet, or give the directory of a run")
+        path = paths[-1]
+        # A damaged file can raise almost anything.
+        with user_errors(f"{path} can't be read", RESTORE, Exception), zipfile.ZipFile(path) as archive:
+            state = json.loads(archive.read("state.json"))
+            serialised = {name: archive.read(name) for name in state["members"]}
+        if state["script"] != script:
+            raise UserError(f"--resume {self.run_dir} is a run of {state['script']}.py; resume it with that script")
+        self._number = int(path.stem)
+        self._segments = [Segment(*segment) for segment in state["segments"]]
+        self._replay = state["replay"]
+        return state, serialised
 
     def load_replay(self, replay: Any) -> None:
         """Fill ``replay`` with the replay buffer of the checkpoint that was loaded, and truncate its episodes.
@@ -106,9 +92,8 @@ class Checkpoints:
             raise UserError(f"{problem}: {sizes}; leave --buffer-size out")
         for segment in self._segments:  # in this order: later steps take the slots of earlier ones
             path = self.directory / segment.file
-            remedy = "restore it from a backup, or delete the newest .state to resume from the checkpoint before"
-            # A damaged file can raise almost anything. np.load leaves it open, and Windows then does not delete it.
-            with user_errors(f"{path} can't be read", remedy, Exception), retry(partial(path.open, "rb")) as file:
+            # np.load leaves a damaged file open, and Windows then does not delete it.
+            with user_errors(f"{path} can't be read", RESTORE, Exception), path.open("rb") as file:
                 replay.write(segment.low % replay.length, dict(np.load(file)))
         replay.steps_added = self._replay["steps_added"]
         replay.truncate_episodes()
@@ -127,22 +112,20 @@ class Checkpoints:
             replay: the replay buffer.
         """
         self.directory.mkdir(exist_ok=True)
-        state_file = f"{self._number + 1:06d}.state"
-        try:
-            segments = [] if replay is None else self._write_replay(replay)
-            sizes = None if replay is None else {"length": replay.length, "steps_added": replay.steps_added}
-            state = {**state, "members": list(serialised), "segments": segments, "replay": sizes}
-            with atomic_write(self.directory / state_file) as file, zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("state.json", json.dumps(state))
-                for name, data in serialised.items():
-                    archive.writestr(name, data)
-            self.exist = True
-            self._number += 1
-            self._segments = segments
-            files = {state_file, *(segment.file for segment in segments)}
-            self._kept = [files, *self._kept[:1]]
-        finally:
-            self._delete_unneeded()
+        self._segments = [] if replay is None else self._write_replay(replay)
+        sizes = None if replay is None else {"length": replay.length, "steps_added": replay.steps_added}
+        state = {**state, "members": list(serialised), "segments": self._segments, "replay": sizes}
+        self._number += 1
+        path = self.directory / f"{self._number:06d}.state"
+        with atomic_write(path) as file, zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("state.json", json.dumps(state))
+            for name, data in serialised.items():
+                archive.writestr(name, data)
+        needed = {path.name, *(segment.file for segment in self._segments)}
+        for other in self.directory.iterdir():
+            if other.name not in needed:
+                with suppress(OSError):  # open in another program on Windows, or a folder; tried again next time
+                    other.unlink()
 
     def _write_replay(self, replay: Any) -> list[Segment]:
         """Write the steps of ``replay`` that are not yet in segments; return the segments of all of its steps."""
@@ -164,11 +147,3 @@ class Checkpoints:
         with atomic_write(self.directory / segment.file) as file:
             np.savez(file, **replay.read(slot, slot + steps))
         return segment
-
-    def _delete_unneeded(self) -> None:
-        """Delete the files of checkpoints that are not kept."""
-        kept = set().union(*self._kept)
-        for path in self.directory.iterdir():
-            if path.name not in kept:
-                with contextlib.suppress(OSError):  # tried again next time
-                    path.unlink()

@@ -2,13 +2,11 @@
 
 import errno
 import io
-import os
 import re
 import shlex
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -19,47 +17,21 @@ class UserError(Exception):
     """An error that the user can put right. The message is one line: the problem, the value found, the remedy."""
 
 
-class LossyOutput(io.FileIO):
-    """Write to a file descriptor, and drop output after the terminal was closed or while the disk is full."""
-
-    def write(self, data: memoryview) -> int:
-        """Return the number of bytes that were written or dropped."""
-        with suppress(OSError):
-            return super().write(data) or len(data)  # None where a terminal is full and does not block
-        return len(data)
-
-
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print errors that a user can cause as one line.
 
-    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, and 130 for Ctrl-C. Output that
-    can't be written is dropped.
+    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, and 130 for Ctrl-C.
     """
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, or none as in pythonw
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        stream = getattr(sys, name)
-        on_windows = sys.platform == "win32"
-        is_replaced = stream is not getattr(sys, f"__{name}__")  # by a notebook, which has no descriptor, or above
-        if is_replaced or (on_windows and stream.isatty()):
-            continue
-        # Windows' own encoding of a redirected output and some others lack λ and ±. Logs are read live.
-        encoding = "utf-8" if on_windows else stream.encoding
-        output = io.BufferedWriter(LossyOutput(stream.fileno(), "wb", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(output, encoding, errors="replace", line_buffering=True))
-    print_traceback = threading.excepthook
-
-    def hide_failed_writes(failed: threading.ExceptHookArgs) -> None:
-        # TensorBoard writes in a thread. The next call of its writer raises the error of the thread again.
-        if not isinstance(failed.exc_value, OSError):
-            print_traceback(failed)
-
-    threading.excepthook = hide_failed_writes
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a notebook has others
+            # Windows' own encoding of a redirected output and some others lack λ and ±. Logs are read live.
+            encoding = "utf-8" if sys.platform == "win32" else stream.encoding
+            stream.reconfigure(encoding=encoding, errors="replace", line_buffering=True)
     try:
         yield
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -68,7 +40,7 @@ def one_line_errors() -> Iterator[None]:
         if error.errno not in UNWRITABLE:
             raise
         problem = f"{error.filename or 'a file'} could not be opened or written ({error.strerror})"
-        print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr, flush=True)
+        print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr)
         sys.exit(1)
 
 

@@ -1,18 +1,15 @@
-"""Files: written atomically, locked, and read from zip archives."""
+"""Files: written atomically, and the lock of a run."""
 
 import os
 import time
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from cleanrl_utils.errors import UserError, one_line, user_errors, warn
-
-T = TypeVar("T")
+from cleanrl_utils.errors import UserError, one_line, warn
 
 
 @contextmanager
@@ -24,33 +21,33 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        retry(lambda: temporary.replace(path))
+        rename(temporary, path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # that of a full disk names no file
-            error.filename = str(path)
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # that of a full disk names no file
         raise
 
 
-def retry(access: Callable[[], T]) -> T:
-    """Call a function, again for a second while Windows refuses it because another program has the file open."""
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, which Windows refuses while a virus scanner has it open: try again for a second."""
     for _ in range(10):
         with suppress(PermissionError):
-            return access()
+            source.replace(target)
+            return
         time.sleep(0.1)
-    return access()
+    source.replace(target)
 
 
 def lock_run(run_dir: Path) -> FileLock:
     """Lock a run directory until the lock is released or this process ends.
 
     Raises:
-        UserError: the directory can't be written, or another process holds the lock.
+        UserError: another process holds the lock.
     """
     path = run_dir / ".lock"
-    with user_errors(f"{run_dir} can't be written", "allow it, or copy it to another folder", OSError):
-        path.touch()
+    path.touch()  # raises an error where the directory can't be written
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
@@ -60,9 +57,3 @@ def lock_run(run_dir: Path) -> FileLock:
         problem = f"{run_dir} can't be locked ({one_line(error)})"
         warn(f"{problem}; resume it only while no other process runs it")
     return lock
-
-
-def read_zip(path: Path, members: Iterable[str]) -> dict[str, bytes]:
-    """Read members of a zip file. It has a checksum for each, so a damaged file raises an exception."""
-    with retry(lambda: zipfile.ZipFile(path)) as file:
-        return {name: file.read(name) for name in members}

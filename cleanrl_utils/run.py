@@ -19,18 +19,28 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from cleanrl_utils.checkpoint import USE_THE_SAME, Checkpoints
+from cleanrl_utils.checkpoint import Checkpoints
 from cleanrl_utils.checks import DIVERGED, annotations
 from cleanrl_utils.errors import UserError, flag, shell_command, user_errors, warn
 from cleanrl_utils.evaluation import summarise
 from cleanrl_utils.files import lock_run
 from cleanrl_utils.hub import upload_model
-from cleanrl_utils.tracking import VIDEOS, Writer, finish_wandb, make_run_dir, origin, script_of, start_wandb, versions
+from cleanrl_utils.tracking import (
+    VIDEOS,
+    Writer,
+    commit_of,
+    finish_wandb,
+    make_run_dir,
+    script_of,
+    start_wandb,
+    versions,
+)
 
 T = TypeVar("T")
 # Windows lacks some of them, and has SIGBREAK for Ctrl-Break.
 SIGNALS = ("SIGTERM", "SIGINT", "SIGBREAK", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 LINE_SECONDS = 30  # between two lines about the progress in a log file
+USE_THE_SAME = "resume it with the script and packages that started it"
 
 
 def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
@@ -43,14 +53,8 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     args = tyro.cli(args_class, args=argv)
     if args.resume is None:
         return args
-    run_dir = resumed_dir(args.resume)
-    if not run_dir.is_dir():
-        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
-    lock = lock_run(run_dir)  # a process that runs it changes its checkpoints
-    try:
-        state, _ = Checkpoints(run_dir).load(script_of(args).stem)
-    finally:
-        lock.release()
+    run_dir = Path(args.resume)
+    state, _ = Checkpoints(run_dir).load(script_of(args).stem)
     flags = state["flags"] | {"resume": None}
     if flags.keys() != vars(args).keys():
         raise UserError(f"--resume {run_dir}: this script has other flags than the run; {USE_THE_SAME}")
@@ -74,18 +78,19 @@ class Run:
 
     ``state`` is all that a checkpoint holds besides flags, logs and a replay buffer, by name: dataclasses of JSON
     values, NumPy generators and objects with ``dump() -> bytes`` and ``load(bytes)``, all restored in place. Of a
-    ``Path``, a hash of the file is saved, and a resumed run needs the same file.
+    ``Path``, a hash of the file is saved, and a resumed run warns if it is another file.
     """
 
     def __init__(self, args: Any, **state: Any):
         self.args = args
         self._phase_start = math.nan  # seconds
         self._steps_made = 0  # of the phase since then, with the one that is being made
-        self._files = {name: part for name, part in state.items() if isinstance(part, Path)}
-        hashes = {name: hashlib.sha256(path.read_bytes()).digest() for name, path in self._files.items()}
-        self._state = state | hashes
         self._script = script_of(args)
-        self._code = hashlib.sha256(self._script.read_bytes()).hexdigest()  # of what runs, also if it is edited now
+        self._files = {name: part for name, part in state.items() if isinstance(part, Path)}
+        self._state = {name: part for name, part in state.items() if name not in self._files}
+        files = {"code": self._script, **self._files}  # read now, since the script may be edited while it runs
+        hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+        self._origin = {"versions": versions(), **hashes}
         self._last_save = time.monotonic()
         self._signal: signal.Signals | None = None
         self._status = ""
@@ -96,16 +101,11 @@ class Run:
         """Make or restore the run.
 
         Raises:
-            UserError: the directory can't be made or written, another process runs it, W&B can't start, no checkpoint
-                can be read, or it does not fit.
+            UserError: the directory can't be made, another process runs it, W&B can't start, or no checkpoint fits.
         """
         args = self.args
         with contextlib.ExitStack() as stack:
-            if args.resume is None:
-                self.directory = make_run_dir(args)
-                stack.callback(remove_if_unused, self.directory)
-            else:
-                self.directory = resumed_dir(args.resume)
+            self.directory = make_run_dir(args) if args.resume is None else Path(args.resume).resolve()
             self.video_dir = VIDEOS / self.directory.name if args.capture_video else None
             stack.callback(lock_run(self.directory).release)
             self._checkpoints = Checkpoints(self.directory)
@@ -113,15 +113,13 @@ class Run:
             if args.track:
                 start_wandb(args, self.directory)
                 stack.push(lambda kind, *_: finish_wandb(self.directory, succeeded=kind is None))
-            remedy = "make room, allow it, or close the program that has it open"
-            with user_errors(f"a log in {self.directory} can't be written", remedy, OSError):
-                self._writer = Writer(self.directory, log)
+            self._writer = Writer(self.directory, log)
             stack.callback(self._writer.close)
             if log is None:
-                self._writer.purge(0)
+                command = shell_command(["python", *sys.argv])
+                origin = {"command": command, "versions": versions(), "commit": commit_of(self._script)}
                 files = {f"{name}_file": path for name, path in self._files.items()}
-                self._writer.add_flags({**vars(args), **origin(self._script), **files})
-                self._writer.add_charts()
+                self._writer.add_flags({**vars(args), **origin, **files})
                 self.save()
             self._handle_signals(stack)
             self._on_exit = stack.pop_all()
@@ -196,18 +194,12 @@ class Run:
 
         Of ``replay`` only the steps since the last checkpoint are written. A call without it comes before another
         replay buffer is saved.
-
-        Raises:
-            UserError: the disk is full, or the directory can't be written.
         """
         if self.args.checkpoint_minutes:
             serialised = {name: dump(part) for name, part in self._state.items()}
             serialised["log"] = self._writer.dump()
-            flags = dataclasses.asdict(self.args)
-            state = {"script": self._script.stem, "code": self._code, "flags": flags, "versions": versions()}
-            what = f"a checkpoint can't be written to {self._checkpoints.directory}"
-            with user_errors(what, f"make room or allow it, then {self._how_to_resume()}", OSError):
-                self._checkpoints.save(state, serialised, replay)
+            state = {"script": self._script.stem, "flags": dataclasses.asdict(self.args), **self._origin}
+            self._checkpoints.save(state, serialised, replay)
         self._last_save = time.monotonic()
 
     def save_if_due(self, replay: Any = None) -> None:
@@ -219,7 +211,8 @@ class Run:
     def exit_if_signalled(self) -> None:
         """Exit with 128 + its number if a signal came: for work that a resumed run repeats, such as an evaluation."""
         if self._signal:
-            tqdm.write(f"stopped by {self._signal.name}; {self._how_to_resume()}")
+            command = shell_command(["python", str(self._script), "--resume", str(self.directory)])
+            tqdm.write(f"stopped by {self._signal.name}; resume with: {command}")
             sys.exit(128 + self._signal)
 
     def restore_replay(self, replay: Any, step: int) -> None:
@@ -234,12 +227,9 @@ class Run:
     def _restore(self) -> bytes:
         """Restore the state from the newest checkpoint; return that of the log."""
         state, serialised = self._checkpoints.load(self._script.stem)
-        if self._checkpoints.damaged:
-            warn(f"{self.directory} has damaged files ({self._checkpoints.damaged}); resuming from the one before")
-        if state["versions"] != versions():
-            warn(f"the run used {state['versions']}, and now {versions()}: results can differ")
-        if state["code"] != self._code:
-            warn(f"{self._script} was changed since the run saved its checkpoint; the run continues with the new code")
+        changed = [name for name, value in self._origin.items() if state.get(name) != value]
+        if changed:
+            warn(f"{', '.join(changed)} changed since the last checkpoint of {self.directory}: results can differ")
         misfits = (ValueError, KeyError, RuntimeError)  # of PyTorch, flax and `load`
         with user_errors(f"--resume {self.directory}: the checkpoint does not fit this script", USE_THE_SAME, misfits):
             for name, part in self._state.items():
@@ -262,30 +252,9 @@ class Run:
             with contextlib.suppress(OSError):
                 os.write(2, f"\n{self._signal.name}: stopping\n".encode())
 
-    def _how_to_resume(self) -> str:
-        if not self._checkpoints.exist:
-            return "start it again, as it has no checkpoint yet"
-        words = ["python", str(self._script), "--resume", str(self.directory)]
-        return f"resume with: {shell_command(words)}"
-
-
-def resumed_dir(resume: str) -> Path:
-    """Return the directory that `--resume` names. Its last part is the run's name, also if the flag is ``.``."""
-    path = Path(resume)
-    return path.resolve() if path.name in ("", "..") else path
-
-
-def remove_if_unused(run_dir: Path) -> None:
-    """Remove a run directory that holds nothing but its lock: the run ended before it began."""
-    with contextlib.suppress(OSError):
-        if {path.name for path in run_dir.iterdir()} <= {".lock"}:
-            shutil.rmtree(run_dir)
-
 
 def dump(part: Any) -> bytes:
     """Serialise the state of an object."""
-    if isinstance(part, bytes):
-        return part
     if dataclasses.is_dataclass(part):
         return json.dumps(dataclasses.asdict(part)).encode()
     if isinstance(part, np.random.Generator):
@@ -297,13 +266,9 @@ def load(part: Any, data: bytes) -> None:
     """Restore the state that :func:`dump` serialised.
 
     Raises:
-        UserError: a file is another one than at the start of the run.
         ValueError: the state is that of another object.
     """
-    if isinstance(part, bytes):
-        if part != data:
-            raise UserError("--resume: the teacher is another file than at the start; give that file or revision")
-    elif dataclasses.is_dataclass(part):
+    if dataclasses.is_dataclass(part):
         saved = json.loads(data)
         if saved.keys() != vars(part).keys():
             raise ValueError(f"its fields are {', '.join(saved)}")
