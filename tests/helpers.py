@@ -143,10 +143,11 @@ def run_script(script: str, cwd: Path, *flags: object, **environ: str) -> subpro
     )
 
 
-def without_torch(directory: Path) -> Path:
-    """Make a directory that, first in PYTHONPATH, makes the import of PyTorch fail."""
-    directory.mkdir()
-    (directory / "torch.py").write_text("raise ImportError('No module named torch')")
+def without(directory: Path, *packages: str) -> Path:
+    """Make a directory that, first in PYTHONPATH, makes the import of these packages fail."""
+    for name in packages:
+        (directory / name).mkdir(parents=True)
+        (directory / name / "__init__.py").write_text(f"raise ImportError('No module named {name}')")
     return directory
 
 
@@ -238,27 +239,16 @@ def float64() -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
 
 
-def qdagger_losses(q_network: Any, target_network: Any, batch: Any, *coefficients: float) -> Any:
-    """Compute the losses of the PyTorch script; the coefficients are λ and the temperature."""
+def torch_losses(script: Any, q_network: Any, target_network: Any, batch: Any, *coefficients: float) -> Any:
+    """Compute the losses of a PyTorch script; the coefficients, of QDagger only, are λ and the temperature."""
     with torch.no_grad():
         target_q_values = target_network(batch.bootstrap_observation)
-    return qdagger.qdagger_loss(q_network, target_q_values, batch, *coefficients)
+    loss = script.qdagger_loss if script is qdagger else script.dqn_loss
+    return loss(q_network, target_q_values, batch, *coefficients)
 
 
-def dqn_losses(q_network: Any, target_network: Any, batch: Any) -> Any:
-    """Compute the losses of DQN's PyTorch script in the same way."""
-    with torch.no_grad():
-        target_q_values = target_network(batch.bootstrap_observation)
-    return dqn_atari.dqn_loss(q_network, target_q_values, batch)
-
-
-def qdagger_jax_losses(params: Any, target_params: Any, batch: Any, *coefficients: float, apply: Any) -> Any:
-    """Compute loss and losses of the JAX script in the same way."""
+def jax_losses(script: Any, apply: Any, params: Any, target_params: Any, batch: Any, *coefficients: float) -> Any:
+    """Compute loss and losses of a JAX script in the same way; ``apply`` is the method of both networks."""
     target_q_values = apply(target_params, batch.bootstrap_observation)
-    return qdagger_jax.qdagger_loss(params, SimpleNamespace(apply=apply), target_q_values, batch, *coefficients)
-
-
-def dqn_jax_losses(params: Any, target_params: Any, batch: Any, apply: Any) -> Any:
-    """Compute loss and losses of DQN's JAX script in the same way."""
-    target_q_values = apply(target_params, batch.bootstrap_observation)
-    return dqn_atari_jax.dqn_loss(params, SimpleNamespace(apply=apply), target_q_values, batch)
+    loss = script.qdagger_loss if script is qdagger_jax else script.dqn_loss
+    return loss(params, SimpleNamespace(apply=apply), target_q_values, batch, *coefficients)

@@ -3,11 +3,9 @@
 import ast
 import contextlib
 import functools
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 import types
@@ -58,13 +56,6 @@ def section(page: Path, title: str) -> str:
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", read(page), re.DOTALL | re.MULTILINE)[1]
 
 
-def rows(text: str) -> list[list[str]]:
-    """Return the cells of all tables in a text, without heads."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
-    heads = [i - 1 for i, row in enumerate(cells) if not row[0].strip("- ")]
-    return [row for i, row in enumerate(cells) if row[0].strip("- ") and i not in heads]
-
-
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the words of each command in the shell blocks of a page; those for Windows as on Linux."""
     for shell, block in re.findall(r"^```(bash|bat)\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE):
@@ -74,48 +65,16 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield words[words.index("python") :] if "python" in words else words
 
 
-def prose(page: Path) -> str:
-    """Return the text of a page without code blocks and comments."""
-    return re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", read(page), flags=re.DOTALL | re.MULTILINE)
-
-
-def tags_of(script: Path) -> set[str]:
-    """Return the tags that a script logs."""
-    source = read(script)
-    losses = re.search(r"class Losses.*?\n\n\n", source, re.DOTALL)[0]
-    values = {  # of a variable in a tag
-        "losses/{name}": re.findall(r"^    (\w+): ", losses, re.MULTILINE),
-        "charts/{name}/avg_episodic_return": ["teacher", "random"],
-        "charts/offline/{name}": ["loss", "distill_loss"],
-        "charts/{phase}/avg_episodic_return": ["offline", "online"],
-    }
-    tags = re.findall(r'"((?:charts|losses|eval)/[^"]+)"', source)
-    return {re.sub(r"{\w+}", value, tag) for tag in tags for value in values.get(tag, [""])}
-
-
-def test_flags_that_jax_lacks_are_documented() -> None:
-    torch_flags, jax_flags = (flags_of(script).keys() for script in SCRIPTS[2:])
-    (sentence,) = re.findall(r"It has the same flags except (.*)\n", read(DOCS / "qdagger.md"))
-    named = {name.replace("-", "_") for name in re.findall(r"`--([\w-]+)`", sentence)}
-    assert torch_flags - jax_flags == named
-    assert jax_flags <= torch_flags
-
-
 def test_all_scripts_have_the_same_defaults() -> None:
-    """The docs list the flags of QDagger only, and say that DQN's are the same."""
+    """The docs list the flags of QDagger in PyTorch only, and name those that JAX lacks."""
     expected = flags_of(SCRIPTS[2])
     for script in SCRIPTS:
         flags = flags_of(script)
         for name in flags.keys() & expected.keys() - {"exp_name", "teacher_model_exp_name"}:  # these have the library
             assert flags[name] == expected[name], name
-
-
-def test_every_metric_is_documented() -> None:
-    """The tables list exactly the tags that the scripts log."""
-    cells = " ".join(row[0] for row in rows(section(DOCS / "qdagger.md", "Metrics")))
-    of_qdagger = set(re.findall(r"`([^`]+)`", cells))
-    of_dqn = set(re.findall(r"`((?:charts|losses|eval)/[\w/]+)`", section(DOCS / "dqn.md", "Train a teacher")))
-    assert [tags_of(script) for script in SCRIPTS] == [of_dqn, of_dqn, of_qdagger, of_qdagger]
+    (sentence,) = re.findall(r"It has the same flags except (.*)\n", read(DOCS / "qdagger.md"))
+    named = {name.replace("-", "_") for name in re.findall(r"`--([\w-]+)`", sentence)}
+    assert expected.keys() - named == flags_of(SCRIPTS[3]).keys()
 
 
 def test_the_sweep_can_run() -> None:
@@ -123,7 +82,7 @@ def test_the_sweep_can_run() -> None:
     (example,) = re.findall(r"^```yaml\n(program: .*?)^```", read(DOCS / "qdagger.md"), re.DOTALL | re.MULTILINE)
     sweep = yaml.safe_load(example)
     assert sweep["program"] == SCRIPTS[2].relative_to(ROOT).as_posix()
-    assert sweep["metric"]["name"] in tags_of(SCRIPTS[2])
+    assert f'"{sweep["metric"]["name"]}"' in read(SCRIPTS[2])
     *program, last = sweep["command"]
     assert program[:3] == ["${env}", "${interpreter}", "${program}"]
     assert last == "${args}"
@@ -164,24 +123,9 @@ def test_commands_exist(page: Path) -> None:
 
 @each_page
 def test_links_lead_somewhere(page: Path) -> None:
-    """Relative links and their anchors, as GitHub and the site make them, exist."""
-    for link in re.findall(r"\]\(([^)]+)\)", read(page)):
-        path, _, anchor = link.partition("#")
-        if "://" not in path:
-            target = page.parent / path if path else page
-            assert target.exists(), link
-            headings = re.findall(r"^#+ (.*)$", prose(target), re.MULTILINE) if anchor else []
-            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-            assert not anchor or anchor in anchors, link
-
-
-def test_the_command_of_the_demo_is_documented() -> None:
-    """It stands on one page, for Windows."""
-    makefile = read(ROOT / "Makefile").replace("\\\n", " ")
-    demo = re.search(r"^DEMO := (.*)", makefile, re.MULTILINE)[1]
-    teacher = re.search(r"^TEACHER := (.*)", makefile, re.MULTILINE)[1]
-    flags = shlex.split(demo.replace("$(TEACHER)", teacher))
-    assert [page.name for page in PAGES for words in commands(page) if words[2:] == flags] == ["install.md"]
+    """Relative links are those of files; `make docs` checks their anchors."""
+    for path in re.findall(r"\]\(([^)#]+)", read(page)):
+        assert "://" in path or (page.parent / path).exists(), path
 
 
 def test_examples_of_a_changed_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,41 +169,10 @@ def test_tables_of_results_are_those_of_the_csv(page: Path, tmp_path: Path) -> N
     assert read(copy) == read(page)
 
 
-# Variants of edited scripts, and single runs, whose commands are in the text or in a model card.
-EDITED = ("adam-1.5e-4", "huber", "latched", "target-updates")
-NO_COMMAND = {"qdagger-2.5M", "embedded", *(f"qdagger_dqn_atari_impalacnn-{name}" for name in EDITED)}
-
-
-@pytest.mark.posix
-def test_commands_of_the_results_run_them(tmp_path: Path) -> None:
-    """Each row of the table of commands selects the runs that it names, of all games."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho $*\n")
-    python.chmod(0o755)
-    table = rows(section(DOCS / "results.md", "Repeat the runs"))
-    published = {run.exp_name for run in publish.read_results()}
-    for label, command in table:
-        output = subprocess.run(
-            ["bash", "-c", command.split("`")[1]],
-            cwd=ROOT,
-            env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-        names = set(re.findall(r"--exp-name (\S+)", output))
-        labels = {publish.LABELS[name] for name in names}
-        if label == "longer":
-            assert labels == set(publish.LONGER.values())
-        elif "only" in command:
-            assert labels == {label}
-        else:
-            assert names == published - NO_COMMAND
-
-
 def test_every_column_of_the_report_is_documented() -> None:
-    cells = " ".join(row[0] for row in rows(section(DOCS / "benchmarks.md", "Report")))
-    assert re.findall(r"`(\w+)`", cells) == [*publish.read_results().drop(columns="curves")]
+    lines = section(DOCS / "benchmarks.md", "Report").splitlines()
+    first_cells = " ".join(line.split("|")[1] for line in lines if line.startswith("|"))
+    assert re.findall(r"`(\w+)`", first_cells) == [*publish.read_results().drop(columns="curves")]
 
 
 def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
@@ -268,16 +181,3 @@ def test_published_results_are_read_and_written_again(tmp_path: Path) -> None:
     report.write_data(runs, tmp_path)
     assert (tmp_path / "results.csv").read_bytes() == (publish.BENCHMARK / "results.csv").read_bytes()
     assert publish.LABELS.keys() - {"qdagger-2.5M"} == {*runs.exp_name} - {"qdagger-2.5M"}
-
-
-def test_the_site_builds(tmp_path: Path) -> None:
-    """It has no dead link or anchor and formulas as MathML, and no page loads anything from another host."""
-    pytest.importorskip("material", reason="needs the extra docs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "search/search_index.js").exists(), "no search without a server"
-    assert '<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">' in read(tmp_path / "qdagger.html")
-    for page in map(read, tmp_path.glob("*.html")):
-        assert not re.search(r"<(?:script|img|iframe|source)[^>]* src=\"?[^\" >]*//", page)
-        assert not re.search(r"<link[^>]* href=\"?[^\" >]*//", page)

@@ -1,8 +1,6 @@
 """Packaging: the files that pip, uv and Poetry install, and the Python that they use."""
 
-import os
 import re
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -31,25 +29,6 @@ def test_extras_of_cleanrl() -> None:
     for name in ("wandb", "imageio[ffmpeg]", "matplotlib"):  # every run draws its curves
         assert all(name in extras[extra] for extra in ("atari", "jax")), name
     assert "torch" not in extras["jax"]
-
-
-@pytest.mark.posix
-def test_python_of_the_environment(tmp_path: Path) -> None:
-    """The first Python that runs and has venv makes the environment; without one, one line says what is needed."""
-    for name, status in (("python3.14", 127), ("python3.12", 0), ("python3", 0)):
-        (tmp_path / name).write_text(f"#!/bin/sh\n[ $1 = -c ] && exit {status}\necho {name} $*\n")
-        (tmp_path / name).chmod(0o755)
-    made = f"python3.12 -m venv --clear {tmp_path}/venv\n"
-    for names, output, error in (
-        (("python3.14", "python3.12", "python3"), made, ""),
-        (("python3.14", "no-python"), "", "error: none of python3.14 no-python .*python3-venv.*\n"),
-    ):
-        command = [ROOT / "requirements/venv.sh", tmp_path / "venv", *names]
-        environ = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-        run = subprocess.run(command, env=environ, capture_output=True, text=True)
-        assert run.stdout == output
-        assert re.fullmatch(error, run.stderr)
-        assert run.returncode == (0 if made in output else 2)
 
 
 @pytest.mark.parametrize("extra", ["atari", "jax", "test", "docs"])

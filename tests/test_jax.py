@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import os
+import operator
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import dqn_atari
@@ -21,24 +20,16 @@ import torch
 from flax.traverse_util import flatten_dict
 from helpers import (
     AGENTS,
-    REPO,
     SmallFlaxNetwork,
     SmallNetwork,
     cpu,
-    dqn_jax_losses,
-    dqn_losses,
     flax_params,
     float64,
-    qdagger_jax_losses,
-    qdagger_losses,
+    jax_losses,
     random_batch,
     random_step,
-    run_script,
     spread,
-    tiny,
-    twin,
-    without_torch,
-    write_teacher,
+    torch_losses,
 )  # fmt: skip
 
 from cleanrl_utils.errors import UserError
@@ -75,11 +66,6 @@ def batch_of(script: Any, batch: dict[str, np.ndarray]) -> Any:
     return script.Batch(**{key: as_array(batch[key]) for key in script.Batch._fields})
 
 
-def torch_loss(script: Any, *inputs: Any) -> Any:
-    """Compute the loss of a PyTorch script from its networks, a batch, λ and the temperature."""
-    return qdagger_losses(*inputs) if script is qdagger else dqn_losses(*inputs[:3])
-
-
 # ==================== networks ====================
 
 
@@ -106,7 +92,11 @@ def test_networks(network: Callable, jax_network: Callable) -> None:
 @pytest.mark.parametrize("script", [qdagger_jax, dqn_atari_jax])
 def test_initial_weights(script: Any) -> None:
     """Kernels and biases have PyTorch's distribution, and no two layers or seeds the same numbers."""
-    found = [to_torch(script.init_params(SmallFlaxNetwork(A), jax.random.PRNGKey(seed))) for seed in range(20)]
+    network = SmallFlaxNetwork(A)
+    keys = jax.vmap(jax.random.PRNGKey)(np.arange(20))
+    params = jax.jit(jax.vmap(functools.partial(script.init_params, network)))(keys)
+    arrays = jax.tree.map(np.asarray, params)
+    found = [to_torch(jax.tree.map(operator.itemgetter(i), arrays)) for i in range(20)]
     torch.manual_seed(0)
     expected = [SmallNetwork(A).state_dict() for _ in range(20)]
     assert found[0].keys() == expected[0].keys()
@@ -137,26 +127,30 @@ def test_max_pool_is_that_of_flax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "jax_script", "flat"),
-    [(qdagger, qdagger_jax, False), (dqn_atari, dqn_atari_jax, False), (qdagger, qdagger_jax, True)],
+    ("script", "jax_script", "coefficients", "flat"),
+    [
+        (qdagger, qdagger_jax, (0.3, 1.0), False),
+        (qdagger, qdagger_jax, (1e-3, 1e-3), True),
+        (dqn_atari, dqn_atari_jax, (), False),
+    ],
 )
-def test_losses_and_gradients(script: Any, jax_script: Any, flat: bool) -> None:
+def test_losses_and_gradients(script: Any, jax_script: Any, coefficients: tuple[float, ...], flat: bool) -> None:
     """Loss terms are the same to 1e-5, and the gradient of every array to 1e-4 of its norm.
 
     Where the two largest pixels of a window differ by rounding only, the libraries may choose different maxima. The
     batch of noise has no such window. With flat areas, max-pooling finds many maxima, and PyTorch computes in float64,
-    since in float32 it rounds equal sums differently in different places.
+    since in float32 it rounds equal sums differently in different places. There, the temperature is so small that
+    softmaxes underflow to zero, where 0 · log 0 is 0 and not NaN.
     """
     batch = random_batch(4 if flat else 5, 4, A, flat)
-    coefficients = (1.0, 0.1) if flat else (0.3, 1.0)
     batch["teacher_q_values"] = batch["teacher_q_values"].astype(float if flat else np.float32)
     with float64() if flat else contextlib.nullcontext():
         networks = [spread(script.QNetwork(A), seed) for seed in (2, 3)]
-        expected = torch_loss(script, *networks, batch_of(script, batch), *coefficients)
+        expected = torch_losses(script, *networks, batch_of(script, batch), *coefficients)
         expected[0].backward()
-    loss, coefficients = (qdagger_jax_losses, coefficients) if script is qdagger else (dqn_jax_losses, ())
-    gradient_of = jax.jit(functools.partial(jax.grad(loss, has_aux=True), apply=jax_script.QNetwork(A).apply))
-    gradients, losses = gradient_of(*map(to_jax, networks), batch_of(jax_script, batch), *coefficients)
+    loss = functools.partial(jax_losses, jax_script, jax_script.QNetwork(A).apply)
+    inputs = *map(to_jax, networks), batch_of(jax_script, batch), *coefficients
+    gradients, losses = jax.jit(jax.grad(loss, has_aux=True))(*inputs)
     for name, term in losses._asdict().items():
         np.testing.assert_allclose(term, getattr(expected, name).detach().numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
     found = to_torch(gradients)
@@ -166,25 +160,11 @@ def test_losses_and_gradients(script: Any, jax_script: Any, flat: bool) -> None:
         assert difference <= 1e-4 * np.linalg.norm(parameter.grad.numpy()), name
 
 
-def test_extreme_q_values_give_a_finite_loss() -> None:
-    """Softmaxes underflow to zero, where 0 · log 0 is 0 and not NaN."""
-    q = jnp.array([[0.0, 5e3, -5e3], [1e4, 0.0, 0.0]])
-    teacher_q = jnp.array([[1e4, 0.0, -1e4], [1e4, 0.0, 0.0]])
-    zeros = jnp.zeros(2)
-    state = jnp.arange(2)
-    batch = qdagger_jax.Batch(state, jnp.array([0, 1]), zeros, state, zeros, teacher_q)
-    gradient, losses = jax.grad(qdagger_jax_losses, has_aux=True)(
-        q, q, batch, 1.0, 0.1, apply=lambda q, state: q[state]
-    )
-    assert losses.distill_loss.item() == pytest.approx(5e3 / 0.1 / 2)
-    assert jnp.isfinite(gradient).all()
-
-
 @both_scripts
 def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each update has a sample, λ and learning rate of its own, and the target network does not change.
 
-    QDagger makes six updates in two calls, the second of which is split.
+    QDagger makes four updates in two calls, the first of which is split.
     """
     monkeypatch.setattr(jax_script, "QNetwork", SmallFlaxNetwork)
     network, target_network = (spread(SmallNetwork(A), seed) for seed in (17, 18))
@@ -198,16 +178,17 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
         replay.add(*random_step(jax_script, rng, 2, A))
     key = jnp.copy(agent.state.key)  # the state is donated
     if script is qdagger:
-        coefficients = [2.0] + [0.7] * 5
-        rates = [5e-4, 1e-3, 9e-4, 2e-4, 3e-4, 7e-4]
-        at_once = [1, 4, 1]
-        agent.update(replay, 2.0, rates[:1])
-        losses = agent.update(replay, 0.7, rates[1:])
+        monkeypatch.setattr(jax_script, "UPDATES_PER_CALL", 2)  # compiles faster than 4
+        coefficients = [*[(2.0, 0.5)] * 3, (0.7, 0.5)]
+        rates = [5e-4, 1e-3, 9e-4, 2e-4]
+        at_once = [2, 1, 1]
+        agent.update(replay, 2.0, rates[:3])
+        losses = agent.update(replay, 0.7, rates[3:])
     else:
-        coefficients = [0.0] * 6
-        rates = [1e-3] * 6
-        at_once = [1] * 6
-        for _ in range(6):
+        coefficients = [()] * 4
+        rates = [1e-3] * 4
+        at_once = [1] * 4
+        for _ in range(4):
             losses = agent.update(replay)
 
     batches = []
@@ -216,10 +197,10 @@ def test_updates_are_those_of_torch_adam(script: Any, jax_script: Any, monkeypat
     for updates in at_once:
         key, *sample_keys = jax.random.split(key, updates + 1)
         batches += [sample(replay.ring, steps.start, steps.stop, 2, k, 1, 0.9) for k in sample_keys]
-    for batch, coefficient, rate in zip(batches, coefficients, rates, strict=True):
+    for batch, of_loss, rate in zip(batches, coefficients, rates, strict=True):
         arrays = {name: np.array(array) for name, array in batch._asdict().items()}
         arrays["action"] = arrays["action"].astype(np.int64)
-        expected = torch_loss(script, network, target_network, batch_of(script, arrays), coefficient, 0.5)
+        expected = torch_losses(script, network, target_network, batch_of(script, arrays), *of_loss)
         adam.param_groups[0]["lr"] = rate
         adam.zero_grad()
         expected[0].backward()
@@ -252,37 +233,5 @@ class BatchNormNetwork(flax.linen.Module):
 def test_running_averages_are_refused(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradient steps would not update them: one line says so."""
     monkeypatch.setattr(script, "QNetwork", BatchNormNetwork)
-    with pytest.raises(
-        UserError, match=r"^QNetwork has batch_stats, and only layers with nothing but parameters[^\n]*$"
-    ):
+    with pytest.raises(UserError, match=r"^QNetwork has batch_stats, and only layers with [^\n]*$"):
         AGENTS[script](script.Args(), A, cpu(script))
-
-
-# ==================== runs ====================
-
-
-@pytest.mark.usefixtures("small_networks", "no_evaluations")
-def test_nothing_is_compiled_after_the_first_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates start with environment step 10 of 30, and the target network is updated by step 14."""
-    compiled: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, _, **kwargs: compiled.append(event) if event.endswith("jaxpr_to_mlir_module_duration") else None
-    )
-    counts: list[int] = []
-    recv = qdagger_jax.AtariEnvs.recv
-    monkeypatch.setattr(qdagger_jax.AtariEnvs, "recv", lambda envs: counts.append(len(compiled)) or recv(envs))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(qdagger_jax, "LOG_EVERY", 8)  # the check of the logged losses is compiled too
-    flags = {"num_envs": 8, "buffer_size": 160, "offline_steps": 0, "total_timesteps": 240, "learning_starts": 80}
-    args = tiny(write_teacher(tmp_path / "teacher"), **flags, train_frequency=4, target_network_frequency=40)
-    qdagger_jax.main(twin(args, qdagger_jax))
-    assert len(counts) == 30
-    assert counts[9] > 0
-    assert counts[15:] == [counts[15]] * 15
-
-
-@pytest.mark.parametrize("script", ["dqn_atari_jax", "qdagger_dqn_atari_jax_impalacnn"])
-def test_scripts_start_without_torch(script: str, tmp_path: Path) -> None:
-    """They import neither PyTorch nor a helper that needs it."""
-    path = f"{without_torch(tmp_path / 'no')}{os.pathsep}{REPO}"
-    assert run_script(script, tmp_path, "--help", PYTHONPATH=path).returncode == 0

@@ -16,7 +16,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
-from helpers import twin
+from helpers import AGENTS, twin
 
 from cleanrl_utils.atari import StepResult
 
@@ -31,7 +31,7 @@ EXIT_REWARD = 0.3
 GAMMA = 0.8  # the first room is worth 0.8³, which is more than the exit
 STEPS = 250  # of each environment
 LEARNING_RATE = 1e-3
-BATCH_SIZE = 64
+BATCH_SIZE = 32
 UPDATES = 400
 TARGET_EVERY = 20
 FLOOR = 0.9  # of the states
@@ -114,12 +114,9 @@ class Task:
         self.best_action = self.envs.meanings.argmin(axis=1)
         self.teacher_action = (self.best_action + self.envs.rng.integers(1, NUM_ACTIONS, STATES)) % NUM_ACTIONS
         self.has_teacher = script in (qdagger, qdagger_jax)
-        if self.has_teacher:
-            self.replay = script.Replay(size, NUM_ENVS, NUM_ACTIONS, args.n_step, hardware)
-            self.learner = script.Student(args, NUM_ACTIONS, hardware)
-        else:
-            self.replay = script.Replay(size, NUM_ENVS, args.n_step, hardware)
-            self.learner = script.Agent(args, NUM_ACTIONS, hardware)
+        sizes = [size, NUM_ENVS, *[NUM_ACTIONS] * self.has_teacher]
+        self.replay = script.Replay(*sizes, args.n_step, hardware)
+        self.learner = AGENTS[script](args, NUM_ACTIONS, hardware)
         self.observations = np.zeros((STATES, 4, 84, 84), np.uint8)  # one of each state
         teacher_q_values = TEACHER_GAP * np.eye(NUM_ACTIONS, dtype=np.float32)[self.teacher_action]
         for _ in range(STEPS):
@@ -133,13 +130,11 @@ class Task:
 
     def learn(self, distill_coefficient: float) -> np.ndarray:
         """Make updates, and move the target network; return the learnt action of each state, (STATES,)."""
-        for _ in range(UPDATES // TARGET_EVERY):
-            if self.has_teacher:
-                self.learner.update(self.replay, distill_coefficient, [LEARNING_RATE] * TARGET_EVERY)
-            else:
-                for _ in range(TARGET_EVERY):
-                    self.learner.update(self.replay)
-            self.learner.update_target(1.0)
+        coefficients = [distill_coefficient, [LEARNING_RATE]] if self.has_teacher else []
+        for i in range(UPDATES):
+            if i % TARGET_EVERY == 0:
+                self.learner.update_target(1.0)
+            self.learner.update(self.replay, *coefficients)
         return self.learner.q_values(self.observations).argmax(axis=1)
 
 

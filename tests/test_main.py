@@ -13,6 +13,7 @@ from unittest import mock
 
 import dqn_atari
 import dqn_atari_jax
+import jax
 import numpy as np
 import optax
 import pytest
@@ -23,7 +24,6 @@ from flax.serialization import to_bytes
 from helpers import (
     AGENTS,
     DQN,
-    GAME,
     NUM_ACTIONS,
     SMALL_NETWORKS,
     flax_params,
@@ -34,8 +34,7 @@ from helpers import (
     write_teacher,
 )
 
-from cleanrl_utils import atari
-from cleanrl_utils.atari import AtariEnvs, StepResult
+from cleanrl_utils.atari import StepResult
 from cleanrl_utils.models import read_arrays
 from cleanrl_utils.run import Run
 
@@ -49,9 +48,15 @@ EVERY_SIZE |= {"eval_episodes": 4, "teacher_eval_episodes": 2, "temperature": 0.
 FEW_ENVIRONMENTS = {"num_envs": 2, "train_frequency": 5, "target_network_frequency": 6, "learning_starts": 33}
 FEW_ENVIRONMENTS |= {"offline_steps": 21, "offline_eval_frequency": 8, "teacher_steps": 41, "total_timesteps": 110}
 FEW_ENVIRONMENTS |= {"online_eval_frequency": 40, "buffer_size": 61, "capture_video": True}
-MANY_ENVIRONMENTS = {"num_envs": 16, "train_frequency": 2, "target_network_frequency": 12, "learning_starts": 60}
+MANY_ENVIRONMENTS = {"num_envs": 16, "train_frequency": 2, "target_network_frequency": 12, "learning_starts": 0}
 MANY_ENVIRONMENTS |= {"offline_steps": 8, "offline_eval_frequency": 4, "teacher_steps": 140, "total_timesteps": 250}
 MANY_ENVIRONMENTS |= {"online_eval_frequency": 50, "buffer_size": 140, "n_step": 2}
+
+
+compilations: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **__: compilations.append(event) if event.endswith("jaxpr_to_mlir_module_duration") else None
+)
 
 
 class Recorder:
@@ -68,6 +73,9 @@ class Recorder:
         if not self.has_teacher:
             self.args.eval_frequency = flags["online_eval_frequency"]
         self.offline_steps = self.args.offline_steps if self.has_teacher else 0
+        # The first online step with updates: at least one transition is in the replay buffer.
+        starts = max(self.args.learning_starts, (self.args.n_step + 1) * self.args.num_envs)
+        self.first_update = -(-starts // self.args.num_envs) * self.args.num_envs
         self.calls: list[SimpleNamespace] = []
         self.phase = ""
         self.clock = 0.0
@@ -104,7 +112,9 @@ class Recorder:
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             values = inspect.signature(function).bind(*args, **kwargs).arguments
+            before = len(compilations)
             returned = function(*args, **kwargs)
+            values["compiled"] = len(compilations) - before
             if call == "update":
                 values["steps"] = len(values.get("learning_rates", [0]))
                 values["losses"] = {name: float(term) for name, term in returned._asdict().items()}
@@ -235,7 +245,14 @@ def test_main_is_one_text(script: ModuleType, jax_script: ModuleType) -> None:
 
 
 def test_replay_holds_what_happened(run: Recorder, teachers: tuple[Path, Path]) -> None:
-    """Each step has the observation before it, the action that was taken, its result, and the teacher's Q-values."""
+    """Each step has the observation before it, the action that was taken, its result, and the teacher's Q-values.
+
+    Each phase has a buffer of its own, of whole steps of all environments.
+    """
+    sizes = {"teacher data": run.args.teacher_steps} if run.has_teacher else {}
+    for phase, size in (sizes | {"online": run.args.buffer_size}).items():
+        (replay,) = {add.of for add in run.of("add", phase)}
+        assert replay.length == size // run.args.num_envs
     calls = [run.of(call, "teacher data", "online") for call in ("add", "recv", "send")]
     for add, recv, send in zip(*calls, strict=True):
         assert add.phase == recv.phase == send.phase
@@ -252,42 +269,20 @@ def test_replay_holds_what_happened(run: Recorder, teachers: tuple[Path, Path]) 
         np.testing.assert_allclose(found, q_values, rtol=0, atol=1e-4)
 
 
-def test_replay_buffers(run: Recorder) -> None:
-    """Each phase has a buffer of its own, of whole steps of all environments."""
-    sizes = {"online": run.args.buffer_size}
-    if run.has_teacher:
-        sizes["teacher data"] = run.args.teacher_steps
-    for phase, size in sizes.items():
-        (replay,) = {add.of for add in run.of("add", phase)}
-        assert replay.length == size // run.args.num_envs
-    assert len({add.of for add in run.of("add")}) == len(sizes)
-
-
 # ==================== environments ====================
 
 
-def test_environments_have_the_flags(run: Recorder) -> None:
-    """Training, evaluations and videos are of the same game."""
+def test_environments(run: Recorder) -> None:
+    """All are of the same game. Resets have the run's seed, the stream of their use, and the number of the episode."""
     for i, each in enumerate(run.of("init_envs")):
         assert each.flags["env_id"] == run.args.env_id
         assert each.flags["num_envs"] == (1 if i else run.args.num_envs)
-
-
-def test_seeds_of_environments(run: Recorder) -> None:
-    """Each reset has the run's seed, the stream of its use, and as step 0 or the number of the episode."""
     expected = [("", "teacher data", 0), ("teacher data", "online", 0)] if run.has_teacher else [("", "online", 0)]
     for each in run.of("evaluate"):
         expected += [(each.phase, "evaluation", episode) for episode in range(len(each.returns))]
         expected += [(each.phase, "video", 0)] * 2 * run.args.capture_video  # the episode, and the same in colour
     assert sorted((each.phase, each.stream, each.step) for each in run.of("reset")) == sorted(expected)
     assert {each.seed for each in run.of("reset")} == {run.args.seed}
-
-
-def test_episodes_end_after_half_an_hour() -> None:
-    """An episode may have 108,000 frames (Machado et al., 2018)."""
-    with mock.patch.object(atari, "AtariVectorEnv", wraps=atari.AtariVectorEnv) as make:
-        AtariEnvs(GAME, 1).close()
-    assert make.call_args.kwargs["max_num_frames_per_episode"] == 30 * 60 * 60
 
 
 # ==================== how actions are chosen ====================
@@ -356,7 +351,6 @@ def test_evaluations(run: Recorder) -> None:
         elif each.call == "checkpoint":
             found.append(f"checkpoint with {type(vars(each).get('replay')).__name__}")
     n = args.num_envs
-    first = -(-args.learning_starts // n) * n  # the first step with updates
     due = []
     expected: list[Any] = ["checkpoint with NoneType"]
     if run.has_teacher:
@@ -370,7 +364,8 @@ def test_evaluations(run: Recorder) -> None:
         expected.append(("random", args.eval_episodes, "", 0))
     for i in range(n, args.total_timesteps, n):
         if multiples(frequency, i - n, i):
-            due.append((f"online {i}", "online", run.offline_steps + multiples(args.train_frequency, first, i)))
+            updates_before = run.offline_steps + multiples(args.train_frequency, run.first_update, i)
+            due.append((f"online {i}", "online", updates_before))
     for name, during, updates_before in due:
         expected.append(f"{args.exp_name}-{name.replace(' ', '-')}.cleanrl_model")
         expected += ["checkpoint with Replay", (name, args.eval_episodes, during, updates_before)]
@@ -410,7 +405,7 @@ def test_updates_that_are_due(run: Recorder) -> None:
             expected += ["gradient step"] + ["target 0.5"] * (i % args.target_network_frequency == 0)
         expected.append("target 1.0")  # the online phase begins with an up-to-date target network
     for step in range(0, args.total_timesteps, n):
-        if step >= args.learning_starts:
+        if step >= run.first_update:
             expected += ["gradient step"] * multiples(args.train_frequency, step, step + n)
             expected += ["target 0.5"] * multiples(args.target_network_frequency, step, step + n)
         expected.append("online")
@@ -420,6 +415,17 @@ def test_updates_that_are_due(run: Recorder) -> None:
     else:
         counts = [count for _, count in optax.tree.get_all_with_path(learner.state.optimizer_state, "count")]
     assert {int(count) for count in counts} == {found.count("gradient step")}
+
+
+def test_nothing_is_compiled_again(run: Recorder) -> None:
+    """JAX compiles each kind of call at most twice in a phase: arrays can change their type in the first update."""
+    found: dict[Any, list[int]] = {}
+    for each in run.calls:
+        if each.call in ("add", "q_values", "update", "update_target"):
+            kind = each.call, each.phase, type(each.of), vars(each).get("steps")
+            found.setdefault(kind, []).append(each.compiled)
+    assert max(np.count_nonzero(compiled) for compiled in found.values()) <= 2
+    assert any(map(any, found.values())) == ("jax" in run.script.__name__)
 
 
 def distill_coefficients(run: Recorder) -> list[float]:

@@ -21,6 +21,7 @@ from cleanrl_utils.atari import StepResult
 from cleanrl_utils.checks import STACK, size_problem
 
 NUM_ACTIONS = 7
+SAMPLES = 64  # more than the windows of these tests have
 STEP, LIFE, END, CUT, END_AND_CUT = "step", "life", "end", "cut", "end and cut"
 """Events in a step: none, a lost life, the end of the episode, its truncation, both at once"""
 RESUME = "resume"
@@ -94,11 +95,6 @@ def step_and_env(observation: np.ndarray) -> tuple[int, int]:
     return int(low) + 256 * int(high), int(env)
 
 
-def steps_of(observation: np.ndarray) -> list[int | None]:
-    """Return the steps of the 4 frames of an observation, None for zeros."""
-    return [int(image[0, 1]) if image.any() else None for image in observation]
-
-
 class Rollout:
     """Random actions and scripted events in several environments, added to a replay buffer and to the oracle."""
 
@@ -156,18 +152,17 @@ class Rollout:
         if self.script in TORCH:
             indices = [torch.from_numpy(index) for index in (t, env)]
         else:
-            size = 8 if len(t) <= 8 else -(-len(t) // 250) * 250  # few shapes to compile for
-            indices = [np.resize(index, size).astype(np.int32) for index in (t, env)]
+            indices = [np.resize(index, SAMPLES).astype(np.int32) for index in (t, env)]  # one shape to compile for
         batch = self.script.transitions_at(self.replay.ring, *indices, self.n_step, self.gamma)
         return type(batch)(*(np.asarray(array)[: len(t)] for array in batch))
 
-    def sample(self, batch_size: int = 250) -> Any:
-        """Sample a batch from the steps that can be sampled."""
+    def sample(self, batch_size: int = SAMPLES, **arrays: Any) -> Any:
+        """Sample a batch from the steps that can be sampled; ``arrays`` replace those of the ring."""
         self.key, key = jax.random.split(self.key)
         random = self.generator if self.script in TORCH else key
         steps = self.replay.sampled_steps()
-        inputs = self.replay.ring, steps.start, steps.stop, batch_size, random, self.n_step, self.gamma
-        batch = self.script.sample(*inputs)
+        ring = self.replay.ring._replace(**arrays)
+        batch = self.script.sample(ring, steps.start, steps.stop, batch_size, random, self.n_step, self.gamma)
         return type(batch)(*map(np.asarray, batch))
 
     def window(self) -> list[tuple[int, int]]:
@@ -198,8 +193,8 @@ class Rollout:
 
     def count(self, samples: int) -> Counter[tuple[int, int]]:
         """Sample many transitions; return how often each step of each environment was sampled."""
-        batches = [self.sample().observation for _ in range(samples // 250)]
-        return Counter(step_and_env(observation) for batch in batches for observation in batch)
+        corner = self.replay.ring.frame[:, :, :1, :3]  # it has step and environment, and takes less time
+        return Counter(map(step_and_env, self.sample(samples, frame=corner).observation))
 
 
 def window_of(steps: int, length: int, n_step: int) -> list[int]:
@@ -224,7 +219,7 @@ def scripted(script: Any, length: int, n_step: int, events: list[list[str]], gam
 def rollouts(draw: Callable) -> tuple[int, int, int, float, list[list[str]], int]:
     """Draw (num_envs, ring length, n_step, gamma, events, seed); the shortest ring is the shortest that is allowed."""
     # Few sizes, as JAX compiles for each of them.
-    num_envs, more, n_step = draw(st.sampled_from([(1, 1, 1), (2, 16, 1), (3, 3, 2), (3, 16, 3), (1, 1, 4)]))
+    num_envs, more, n_step = draw(st.sampled_from([(2, 8, 1), (3, 3, 3), (1, 1, 4)]))
     length = STACK + n_step + more
     event = st.sampled_from([STEP, STEP, STEP, LIFE, LIFE, END, CUT, CUT, END_AND_CUT])
     step = st.lists(event, min_size=num_envs, max_size=num_envs) | st.just([RESUME])
@@ -250,34 +245,18 @@ def test_transitions_are_those_of_the_oracle(script: Any, case: tuple) -> None:
         batch = rollout.sample()
         sampled = [step_and_env(observation) for observation in batch.observation]
         assert set(sampled) <= set(window)
-        rollout.check(batch, sampled[:32])
-
-
-@every_script
-@pytest.mark.parametrize("event", [CUT, LIFE, END, END_AND_CUT])
-def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(script: Any, event: str) -> None:
-    """The event is in step 3, and rewards after it do not count. Written out without the oracle."""
-    rollout = scripted(script, 32, 3, [[STEP, STEP, STEP, event] + [STEP] * 8])
-    batch = rollout.batch(np.array([0, 1, 2, 3, 5]), np.zeros(5, np.int64))
-    discounts = [0.5**3, 0.5**2, 0.5] if event == CUT else [0, 0, 0]
-    assert batch.bootstrap_discount.tolist() == [0.5**3, *discounts, 0.5**3]
-    assert list(map(step_and_env, batch.bootstrap_observation)) == [(t, 0) for t in (3, 4, 4, 4, 8)]
-    assert steps_of(batch.bootstrap_observation[2]) == [1, 2, 3, 4]
-    assert steps_of(batch.observation[1]) == [None, None, 0, 1]
-    rewards = np.clip(rollout.episodes[0][0].rewards[:4], -1, 1)
-    assert batch.n_step_return[1:4].tolist() == [rewards[1:] @ [1, 0.5, 0.25], rewards[2:] @ [1, 0.5], rewards[3]]
+        rollout.check(batch, sampled)
 
 
 # ==================== sampling ====================
 
 
 @every_script
-@pytest.mark.parametrize("n_step", [1, 3])
-def test_sampling_is_uniform(script: Any, n_step: int) -> None:
+def test_sampling_is_uniform(script: Any) -> None:
     """All valid transitions are equally likely, though a fifth of the steps or more are final observations."""
     short_episodes = [STEP, END, STEP, LIFE, CUT, STEP] * 8
     events = [short_episodes, [*short_episodes[1:], STEP], [CUT, STEP, STEP] * 16]
-    rollout = scripted(script, 20, n_step, events)
+    rollout = scripted(script, 20, 3, events)
     valid = rollout.valid()
     samples = 8_000
     assert len(rollout.window()) - len(valid) >= len(valid) / 4

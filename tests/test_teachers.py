@@ -21,45 +21,28 @@ import qdagger_dqn_atari_impalacnn as qdagger
 import qdagger_dqn_atari_jax_impalacnn as qdagger_jax
 import torch
 from flax.traverse_util import flatten_dict
-from helpers import Hostile, SmallFlaxNetwork, cpu, flax_params, torch_bytes
+from helpers import Hostile, SmallFlaxNetwork, cpu, flax_params, spread, torch_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import Weights
 
 from cleanrl_utils import models
 from cleanrl_utils.errors import UserError
-from cleanrl_utils.models import choose_model, find_model, flax_to_torch, read_arrays, torch_to_flax
+from cleanrl_utils.models import choose_model, find_model, read_arrays, torch_to_flax
 
 SCRIPTS = (qdagger, qdagger_jax)
-WIDTHS = {"nature": ((32, 64, 64), 512), "impala": ((16, 32, 32), 256)}
 OBSERVATIONS = np.random.default_rng(1).integers(0, 256, (3, 4, 84, 84), np.uint8)
 flax_bytes = flax.serialization.msgpack_serialize
 
 
-def random_weights(architecture: str, num_actions: int = 6, widths: tuple | None = None) -> Weights:
-    """Return float32 weights with the names and shapes of published models, in order and with sensible scales."""
-    channels, hidden = widths or WIDTHS[architecture]
-    layers = {}
-    for i, (inputs, outputs, size) in enumerate(zip((4, *channels), channels, (8, 4, 3), strict=False)):
-        if architecture == "nature":
-            layers[f"network.{2 * i}"] = (outputs, inputs, size, size)
-        else:
-            layers[f"network.{i}.conv"] = (outputs, inputs, 3, 3)
-            for name in ("res_block0.conv0", "res_block0.conv1", "res_block1.conv0", "res_block1.conv1"):
-                layers[f"network.{i}.{name}"] = (outputs, outputs, 3, 3)
-    first, pixels = (7, 49) if architecture == "nature" else (5, 121)
-    layers |= {f"network.{first}": (hidden, channels[-1] * pixels), f"network.{first + 2}": (num_actions, hidden)}
-    rng = np.random.default_rng(0)
-    weights = {}
-    for name, shape in layers.items():
-        weights[f"{name}.weight"] = rng.normal(0, np.prod(shape[1:]) ** -0.5, shape).astype(np.float32)
-        weights[f"{name}.bias"] = rng.normal(0, 0.1, shape[0]).astype(np.float32)
-    return weights
+def random_weights(network: type[torch.nn.Module], num_actions: int = 6) -> Weights:
+    """Return float32 weights of a network of the PyTorch script."""
+    return {name: array.numpy() for name, array in spread(network(num_actions), seed=1).state_dict().items()}
 
 
-WEIGHTS = random_weights("nature")
+WEIGHTS = random_weights(qdagger.TeacherNetwork)
 BIAS = WEIGHTS["network.9.bias"]
-SMALL = random_weights("nature", widths=((1, 2, 1), 1))
+SMALL = {name: array[(slice(1), slice(49), slice(1), slice(1))[: array.ndim]] for name, array in WEIGHTS.items()}
 SB3_DQN = {f"network.{i}": f"q_net.features_extractor.cnn.{i}" for i in (0, 2, 4)}
 SB3_DQN |= {"network.7": "q_net.features_extractor.linear.0", "network.9": "q_net.q_net.0"}
 
@@ -94,18 +77,6 @@ def load(script: Any, path: Path, num_actions: int = 6, temperature: float = 1.0
 
 # ==================== formats and conversion ====================
 
-widths = st.tuples(st.tuples(*[st.integers(1, 6)] * 3), st.integers(1, 6))
-
-
-@given(st.sampled_from(list(WIDTHS)), widths, st.integers(1, 18))
-@settings(max_examples=30)
-def test_conversion_has_an_inverse(architecture: str, widths: tuple, num_actions: int) -> None:
-    """Networks of any width come back with the same bits in the same order."""
-    weights = random_weights(architecture, num_actions, widths)
-    back = flax_to_torch(torch_to_flax(weights))
-    assert list(back) == list(weights)
-    assert all(np.array_equal(back[key], weights[key]) for key in weights)
-
 
 def formats(weights: Weights) -> list[bytes]:
     """Return the same weights in every format that is read."""
@@ -118,12 +89,11 @@ def formats(weights: Weights) -> list[bytes]:
     return files
 
 
-@pytest.mark.parametrize("architecture", WIDTHS)
-def test_every_format_is_read(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("network", ["QNetwork", "TeacherNetwork"])
+def test_every_format_is_read(network: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both scripts have the same float32 weights; JAX's reads PyTorch's files without PyTorch."""
-    weights = random_weights(architecture)
+    weights = random_weights(getattr(qdagger, network))
     params = torch_to_flax(weights)
-    network = "QNetwork" if architecture == "impala" else "TeacherNetwork"
     for data in formats(weights):
         (tmp_path / "any name").write_bytes(data)
         teacher = load(qdagger, tmp_path / "any name", temperature=0.5)
@@ -226,15 +196,18 @@ def changed(**arrays: Any) -> dict[str, Any]:
     return {key: value for key, value in (WEIGHTS | arrays).items() if value is not None}
 
 
-C51 = random_weights("nature", 51 * 18) | {"atoms": np.linspace(-10, 10, 51, dtype=np.float32)}
 # The contents of a state dict, and the message of each script: JAX's has the names of flax.
 TORCH_STATES = {
     "a missing key": (changed(_7_bias=None), "lacks [('network.7.bias', (512,))] and has []", "'params/Dense_0/bias'"),
     "control codes": (WEIGHTS | {"evil\x1b[31m\nx.y": BIAS}, "and has [('evil\\x1b[31m\\nx.y', (6,))]"),
     "two frames": (changed(_7_weight=np.zeros((512, 1024))), "('network.7.weight', (512, 1024))]", "cannot reshape"),
     "weights of no dimension": (changed(_7_weight=np.array(0.5)), "has [('network.7.weight', ())]", "kernel', ())]"),
-    "a student": (random_weights("impala", 18), "it has 18 actions, and this game has 6; ", "lacks [('params/Conv_0/"),
-    "a C51 of another game": (C51, "it has 18 actions, and this game has 6; "),
+    "a student": (
+        random_weights(qdagger.QNetwork, 18),
+        "it has 18 actions, and this game has 6; ",
+        "lacks [('params/Conv_0/",
+    ),
+    "a C51 of another game": (random_weights(qdagger.C51Network, 18), "it has 18 actions, and this game has 6; "),
     "one quantile": (changed(_9_weight=WEIGHTS["network.9.weight"][:1]), "Network: it lacks [('network.9.w", ""),
     "infinite weights": (changed(_9_bias=BIAS * np.inf), "holds NaN or infinite values"),
     "a sparse tensor": (changed(_9_bias=torch.from_numpy(BIAS).to_sparse()), "_sparse_tensor'; save"),

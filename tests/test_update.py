@@ -10,7 +10,7 @@ import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
 import torch.nn.functional as F
-from helpers import AGENTS, SmallNetwork, cpu, dqn_losses, qdagger_losses, random_batch, random_step, spread
+from helpers import AGENTS, SmallNetwork, cpu, random_batch, random_step, spread, torch_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import Weights, impala, log_softmax, nature
@@ -161,7 +161,7 @@ def test_loss_and_its_gradient(
     )
     table = Table(q)
     reference = Reference(batch, q[next_state], coefficient, temperature)
-    losses = qdagger_losses(table, table, batch, coefficient, temperature)
+    losses = torch_losses(qdagger, table, table, batch, coefficient, temperature)
     found = [term.item() for term in losses[:3]]
     np.testing.assert_allclose(found, reference.losses(q[state]), rtol=1e-8, atol=1e-12)
     np.testing.assert_allclose(losses.q_values.item(), q[state, batch.action.numpy()].mean(), rtol=1e-8, atol=1e-12)
@@ -174,7 +174,7 @@ def test_loss_and_its_gradient(
     target_table = Table(rng.normal(scale=scale, size=q.shape))
     reference = Reference(batch, target_table.q_values.detach().numpy()[next_state], 0.0, temperature)
     columns = {name: getattr(batch, name) for name in dqn_atari.Batch._fields}
-    td_loss, q_values = dqn_losses(table, target_table, dqn_atari.Batch(**columns))
+    td_loss, q_values = torch_losses(dqn_atari, table, target_table, dqn_atari.Batch(**columns))
     np.testing.assert_allclose(td_loss.item(), reference.losses(q[state])[1], rtol=1e-8)
     np.testing.assert_allclose(q_values.item(), q[state, batch.action.numpy()].mean(), rtol=1e-8, atol=1e-12)
     td_loss.backward()
@@ -261,49 +261,36 @@ def test_update_is_a_sample_a_loss_and_a_step(script: Any, bf16: bool) -> None:
     assert all(parameter.grad is None for parameter in agent.target_network.parameters())
 
 
-class NoisyNetwork(SmallNetwork):
-    """A Q-network with layers that compute otherwise in training: BatchNorm and Dropout."""
+class NormNetwork(SmallNetwork):
+    """A Q-network with a layer that computes otherwise in training."""
 
     def __init__(self, num_actions: int):
         super().__init__(num_actions)
         self.norm = torch.nn.BatchNorm2d(4)
-        self.dropout = torch.nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.norm(self.network["0"](x / 255.0)))
-        return self.network["7"](self.dropout(hidden.flatten(1))).float()
+        return super().forward(self.norm(x / 255.0) * 255.0)
 
 
 @every_script
 def test_evaluation_mode(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the Q-network, and only in gradient steps, computes in training mode. Its buffers are copied with tau."""
-    monkeypatch.setattr(script, "QNetwork", NoisyNetwork)
+    monkeypatch.setattr(script, "QNetwork", NormNetwork)
     rng = np.random.default_rng(7)
     agent = make_agent(script, cpu(script))
     replay = make_replay(script, rng, agent.hardware)
+    modes: list[tuple[str, bool]] = []
+    for name in ("q_network", "target_network"):
+        norm = getattr(agent, name).norm
+        norm.register_forward_hook(lambda norm, inputs, output, name=name: modes.append((name, norm.training)))
     observation = rng.integers(0, 256, (3, 4, 84, 84), np.uint8)
-    modes: dict[str, list[bool]] = {"q_network": [], "target_network": []}
-    for name, found in modes.items():
-        for layer in (getattr(agent, name).norm, getattr(agent, name).dropout):
-            layer.register_forward_hook(lambda layer, inputs, output, found=found: found.append(layer.training))
-
-    def buffers(network: torch.nn.Module) -> list[torch.Tensor]:
-        return [buffer.clone() for buffer in network.buffers()]
-
-    calls = 5
-    first = buffers(agent.q_network)
-    for _ in range(calls):
-        before = buffers(agent.q_network)
-        q_values = agent.q_values(observation)
-        np.testing.assert_array_equal(q_values, agent.q_values(observation))
-        np.testing.assert_allclose(q_values[:1], agent.q_values(observation[:1]), rtol=0, atol=1e-6)
-        assert all(map(torch.equal, before, buffers(agent.q_network)))
-        modes["q_network"].clear()
+    for _ in range(2):
+        agent.q_values(observation)
         update(script, agent, replay, 0.5, [1e-3, 1e-3])
-        assert modes["q_network"] == [True] * (4 if script is qdagger else 2)
-        assert not any(map(torch.equal, before, buffers(agent.q_network)))
-    assert modes["target_network"] == [False] * 2 * calls
-    assert all(map(torch.equal, first, buffers(agent.target_network)))
+    steps = [("target_network", False)] + [("q_network", True)] * (2 if script is qdagger else 1)
+    assert modes == [("q_network", False), *steps] * 2
+    buffers = [list(network.buffers()) for network in (agent.q_network, agent.target_network)]
+    assert not any(map(torch.equal, *buffers))
     agent.update_target(0.25)
-    assert all(map(torch.equal, buffers(agent.q_network), buffers(agent.target_network)))
+    assert all(map(torch.equal, *buffers))
     assert not same_weights(agent.q_network, agent.target_network)
