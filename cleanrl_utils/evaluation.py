@@ -140,7 +140,7 @@ def summarise(args: Any, run_dir: Path, returns: Mapping[str, Sequence[float]]) 
             share = f"{(np.mean(values) - random_return) / (np.mean(returns['teacher']) - random_return):10.0%}"
         print(f"  {name:<26}{np.mean(values):8.1f} ± {np.std(values):5.1f}{share}")
     print()
-    draw_run(run_dir)  # if matplotlib is installed
+    draw_run(run_dir)  # only a warning if it fails
     if (run_dir / "curves.png").exists():
         print(f"picture:             {run_dir / 'curves.png'}")
     print(f"curves:              {shell_command(['tensorboard', '--logdir', str(run_dir.parent)])}")

@@ -54,7 +54,13 @@ def parse_args(args_class: type[T], argv: Sequence[str] | None = None) -> T:
     if args.resume is None:
         return args
     run_dir = Path(args.resume)
-    state, _ = Checkpoints(run_dir).load(script_of(args).stem)
+    if not run_dir.is_dir():
+        raise UserError(f"--resume {run_dir}: there is no such directory; give that of a run, runs/{{run_name}}")
+    lock = lock_run(run_dir)  # a process that runs it changes its checkpoints
+    try:
+        state, _ = Checkpoints(run_dir).load(script_of(args).stem)
+    finally:
+        lock.release()
     flags = state["flags"] | {"resume": None}
     if flags.keys() != vars(args).keys():
         raise UserError(f"--resume {run_dir}: this script has other flags than the run; {USE_THE_SAME}")

@@ -103,9 +103,10 @@ def start_wandb(args: Any, run_dir: Path) -> None:
     resumed = {"id": id_file.read_text().strip(), "resume": "allow"} if id_file.exists() else {}
     names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_dir.name}
     remedy = "check --wandb-* and WANDB_*, run `wandb login`, or set WANDB_MODE=offline"
-    with user_errors("W&B can't start", remedy, Exception):
+    with user_errors("W&B can't start", remedy, ImportError):
         import wandb
 
+    with user_errors("W&B can't start", remedy, (wandb.Error, OSError, ValueError)):
         run = wandb.init(sync_tensorboard=True, save_code=True, config=vars(args), **names, **resumed)
     id_file.write_text(run.id)
     if not run.disabled:

@@ -26,7 +26,7 @@ def test_extras_of_cleanrl() -> None:
     """`pip install '.[atari,video,track]'` and CleanRL's `poetry install -E "atari jax"` find their extras."""
     extras = {name: " ".join(needs) for name, needs in PROJECT["project"]["optional-dependencies"].items()}
     assert {"atari", "jax", "video", "track", "plot", "docs", "test"} == extras.keys()
-    for name in ("wandb", "imageio[ffmpeg]", "matplotlib"):  # every run draws its curves
+    for name in ("wandb", "imageio[ffmpeg]", "matplotlib", "pandas"):  # every run draws its curves
         assert all(name in extras[extra] for extra in ("atari", "jax")), name
     assert "torch" not in extras["jax"]
 
