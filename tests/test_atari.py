@@ -351,7 +351,7 @@ def played_alone() -> list[int]:
     return returns
 
 
-@pytest.mark.parametrize(("parallel", "sizes"), [(3, {4, 2, 1}), (64, {8, 2, 1})])
+@pytest.mark.parametrize(("parallel", "sizes"), [(1, {1}), (3, {4, 2, 1}), (64, {8, 2, 1})])
 def test_every_episode_that_starts_counts(
     parallel: int, sizes: set[int], played_alone: list[int], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
