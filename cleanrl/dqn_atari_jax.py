@@ -322,6 +322,7 @@ class Agent:
 
     def __init__(self, args: Args, num_actions: int, hardware: Hardware):
         self.args = args
+        self.device = hardware.device
         key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
         self.q_network = QNetwork(num_actions, hardware.dtype)
         params = init_params(self.q_network, init_key)
@@ -331,7 +332,9 @@ class Agent:
         self.optimizer = optax.adam(args.learning_rate)
         # The target network is a copy: both trees are donated, and an array can be donated only once.
         target_params = jax.tree.map(jnp.copy, params)
-        self.state = TrainState(params, target_params, self.optimizer.init(params), key)
+        state = TrainState(params, target_params, self.optimizer.init(params), key)
+        # As arrays of no particular device, they would change in the first call, and the second would compile again.
+        self.state = jax.device_put(state, hardware.device)
         self.compiled_gradient_step = jax.jit(self.gradient_step, donate_argnums=0)
 
     def q_values(self, observation: np.ndarray) -> np.ndarray:
@@ -380,7 +383,7 @@ class Agent:
         for old, new in zip(jax.tree.leaves(self.state), jax.tree.leaves(state), strict=True):
             if old.shape != new.shape:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
-        self.state = jax.tree.map(jnp.asarray, state)  # NumPy's would be copied to the GPU at each use
+        self.state = jax.device_put(state, self.device)
 
 
 def linear_schedule(start: float, end: float, duration: float, step: int) -> float:

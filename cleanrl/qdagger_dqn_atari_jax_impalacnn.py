@@ -484,6 +484,7 @@ class Student:
 
     def __init__(self, args: Args, num_actions: int, hardware: Hardware):
         self.args = args
+        self.device = hardware.device
         key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
         self.q_network = QNetwork(num_actions, hardware.dtype)
         params = init_params(self.q_network, init_key)
@@ -493,7 +494,9 @@ class Student:
         self.optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
         # The target network is a copy: both trees are donated, and an array can be donated only once.
         target_params = jax.tree.map(jnp.copy, params)
-        self.state = TrainState(params, target_params, self.optimizer.init(params), key)
+        state = TrainState(params, target_params, self.optimizer.init(params), key)
+        # As arrays of no particular device, they would change in the first call, and the second would compile again.
+        self.state = jax.device_put(state, hardware.device)
         self.compiled_gradient_steps = jax.jit(self.gradient_steps, donate_argnums=0)
 
     def q_values(self, observation: np.ndarray) -> np.ndarray:
@@ -530,7 +533,8 @@ class Student:
             gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
                 params, self.q_network, target_q_values[i], batches[i], distill_coefficient, args.temperature
             )
-            optimizer_state.hyperparams["learning_rate"] = learning_rate  # in a dict of this trace
+            # In a dict of this trace. As a Python number, its type would differ from that in the first state.
+            optimizer_state.hyperparams["learning_rate"] = jnp.float32(learning_rate)
             updates, optimizer_state = self.optimizer.update(gradients, optimizer_state)
             params = optax.apply_updates(params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
@@ -556,7 +560,7 @@ class Student:
         for old, new in zip(jax.tree.leaves(self.state), jax.tree.leaves(state), strict=True):
             if old.shape != new.shape:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
-        self.state = jax.tree.map(jnp.asarray, state)  # NumPy's would be copied to the GPU at each use
+        self.state = jax.device_put(state, self.device)
 
 
 def distillation_share(recent_returns: Sequence[float], teacher_return: float, random_return: float) -> float:

@@ -418,13 +418,14 @@ def test_updates_that_are_due(run: Recorder) -> None:
 
 
 def test_nothing_is_compiled_again(run: Recorder) -> None:
-    """JAX compiles each kind of call at most twice in a phase: arrays can change their type in the first update."""
+    """JAX compiles each kind of call once in a phase, for each batch size, since updates keep the types of arrays."""
     found: dict[Any, list[int]] = {}
     for each in run.calls:
         if each.call in ("add", "q_values", "update", "update_target"):
-            kind = each.call, each.phase, type(each.of), vars(each).get("steps")
+            batch_size = len(vars(each).get("observation", ()))
+            kind = each.call, each.phase, type(each.of), batch_size, vars(each).get("steps")
             found.setdefault(kind, []).append(each.compiled)
-    assert max(np.count_nonzero(compiled) for compiled in found.values()) <= 2
+    assert max(np.count_nonzero(compiled) for compiled in found.values()) <= 1
     assert any(map(any, found.values())) == ("jax" in run.script.__name__)
 
 
