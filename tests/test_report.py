@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 from scipy.stats import bootstrap
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from benchmark import publish
 from cleanrl_utils import report
@@ -30,7 +31,8 @@ def write_events(directory: Path, points: Points, flags: dict | None = None, fir
     """Write scalars and flags to a new event file, of a run that starts at ``first_step``; return the directory."""
     writer = Writer(directory)
     if first_step is not None:
-        writer.purge(first_step)
+        # As the writer of PyTorch does for `purge_step`.
+        writer._writer.add_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
     if flags is not None:
         writer.add_flags(flags)
     for tag, values in points.items():
