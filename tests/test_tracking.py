@@ -178,6 +178,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def wandb(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     """Replace W&B."""
     module = mock.MagicMock()
+    module.Error = type("Error", (Exception,), {})
     module.init.return_value.id = "a"
     module.init.return_value.disabled = False
     module.init.return_value.project = "of a sweep"
@@ -222,7 +223,7 @@ def test_a_run_whose_wandb_cannot_start_can_be_resumed_again(wandb: Any, monkeyp
     with Run(qdagger.Args()) as run:
         pass
     args = qdagger.Args(track=True, resume=str(run.directory))
-    wandb.init.side_effect = RuntimeError("no API key")
+    wandb.init.side_effect = wandb.Error("no API key")
     errors = []
     for _ in range(2):
         with pytest.raises(UserError, match=r"W&B can't start: no API key; .*wandb login") as error, Run(args):
