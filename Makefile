@@ -21,7 +21,7 @@ DEMO := --env-id BreakoutNoFrameskip-v4 --teacher-policy-hf-repo $(TEACHER) --n-
 help:
 	@echo "make demo           train a student on Breakout from a PPO agent in teachers/, 4 to 15 minutes on 2 cores"
 	@echo "make demo-jax       the same in JAX"
-	@echo "make test           run the tests, 4 to 7 minutes on 2 cores"
+	@echo "make test           run the tests, 4 minutes or more on 2 cores"
 	@echo "make test-fast      run those of networks, losses, replay buffer, environments and learning"
 	@echo "make test-gpu       run the tests that need an NVIDIA GPU"
 	@echo "make test-newest    run the tests with the newest versions of all packages"
