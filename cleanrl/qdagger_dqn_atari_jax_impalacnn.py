@@ -533,8 +533,7 @@ class Student:
             gradients, losses = jax.grad(qdagger_loss, has_aux=True)(
                 params, self.q_network, target_q_values[i], batches[i], distill_coefficient, args.temperature
             )
-            # In a dict of this trace. As a Python number, its type would differ from that in the first state.
-            optimizer_state.hyperparams["learning_rate"] = jnp.float32(learning_rate)
+            optimizer_state.hyperparams["learning_rate"] = learning_rate  # in a dict of this trace
             updates, optimizer_state = self.optimizer.update(gradients, optimizer_state)
             params = optax.apply_updates(params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
