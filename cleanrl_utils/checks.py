@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from huggingface_hub import constants, get_token
-
 from cleanrl_utils.device import available_memory
 from cleanrl_utils.errors import UserError, flag
+from cleanrl_utils.hub import check_upload_possible
 
 T = TypeVar("T")
 MAY_CHANGE = "may change"  # annotates a flag that may have another value in a resumed run
@@ -65,9 +64,8 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
             raise UserError(f"{flag(name)} is {value!s:.20}; it must be between {limits.low} and {limits.high}")
     if not re.fullmatch(r"[\w.+-]{1,60}", args.exp_name, re.ASCII):  # Windows allows 260 characters in a path
         raise UserError(f"--exp-name is {args.exp_name!r:.120}; use up to 60 letters, digits and characters of _.+-")
-    if args.upload_model and (not args.save_model or constants.HF_HUB_OFFLINE or get_token() is None):
-        needs = "a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset"
-        raise UserError(f"--upload-model needs the saved model (leave out --no-save-model), {needs}")
+    if args.upload_model:
+        check_upload_possible(args)
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
     if getattr(args, "compile", False) and not shutil.which(compiler):
         raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")

@@ -9,8 +9,9 @@ from typing import Any
 
 import huggingface_hub as hf
 import numpy as np
+from huggingface_hub import constants, errors, utils
 
-from cleanrl_utils.errors import one_line, shell_command, warn
+from cleanrl_utils.errors import UserError, one_line, shell_command, user_errors, warn
 from cleanrl_utils.files import atomic_write
 from cleanrl_utils.tracking import VIDEOS, script_of, versions
 
@@ -18,6 +19,25 @@ from cleanrl_utils.tracking import VIDEOS, script_of, versions
 def repository_name(args: Any) -> str:
     """Return the repository to upload to; without ``hf_entity`` it has no owner yet."""
     return f"{args.hf_entity}/{args.env_id.replace('/', '-')}-{args.exp_name}-seed{args.seed}".lstrip("/")
+
+
+def check_upload_possible(args: Any) -> None:
+    """Raise a :class:`UserError` if ``--upload-model`` can't work: no model, offline, no write access, a wrong name."""
+    needs = "--upload-model needs a token with write access (`hf auth login`) and HF_HUB_OFFLINE unset"
+    if not args.save_model:
+        raise UserError("--upload-model uploads the saved model; leave out --no-save-model")
+    if constants.HF_HUB_OFFLINE or hf.get_token() is None:
+        raise UserError(needs)
+    with user_errors("--upload-model has no valid repository", "change --hf-entity or --exp-name", ValueError):
+        utils.validate_repo_id(repository_name(args))
+    try:
+        role = hf.whoami(cache=True)["auth"]["accessToken"]["role"]
+    except errors.HfHubHTTPError as error:
+        role = "invalid" if error.response.status_code == 401 else "unknown"
+    except Exception:  # there is no network now, or the token is of another kind
+        role = "unknown"
+    if role in ("read", "invalid"):
+        raise UserError(f"{needs}; the role of this token is {role!r}")
 
 
 def upload_model(args: Any, run_dir: Path, model_path: Path, returns: Sequence[float]) -> None:

@@ -238,12 +238,33 @@ def test_command_of_a_failed_upload_uploads(
     assert files == UPLOADED
 
 
-def test_upload_without_a_token_is_refused_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = dqn_atari.Args(upload_model=True, buffer_size=1000)
-    for offline, token in ((False, ""), (True, "hf_of_alice"), (False, "hf_of_alice")):
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        monkeypatch.setenv("HF_TOKEN", token)
-        if offline or not token:
-            with pytest.raises(UserError, match=r"^--upload-model needs .* a token with write access .* unset$"):
-                check_args(args, torch.device("cpu"), step_bytes=7000)
-    assert check_args(args, torch.device("cpu"), step_bytes=7000).upload_model
+def test_impossible_upload_is_refused_before_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs a model, a token that can write, a network and a name. A hub that is down may be back at the end."""
+    whoami = mock.Mock(return_value={"auth": {"accessToken": {"role": "write"}}})
+    monkeypatch.setattr(huggingface_hub, "whoami", whoami)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_alice")
+
+    def check(**flags: Any) -> None:
+        args = dqn_atari.Args(upload_model=True, buffer_size=1000, **flags)
+        assert check_args(args, torch.device("cpu"), step_bytes=7000).upload_model
+
+    def refuse(message: str, **flags: Any) -> None:
+        with pytest.raises(UserError, match=f"^--upload-model {message}"):
+            check(**flags)
+
+    check()
+    refuse("uploads the saved model; leave out --no-save-model$", save_model=False)
+    refuse("has no valid repository: Cannot have -- or .. in repo_id", hf_entity="a--b")
+    needs = "needs a token with write access"
+    whoami.return_value = {"auth": {"accessToken": {"role": "read"}}}
+    refuse(f"{needs} .*; the role of this token is 'read'$")
+    whoami.side_effect = errors.HfHubHTTPError("401", response=mock.Mock(status_code=401))
+    refuse(f"{needs} .*; the role of this token is 'invalid'$")
+    whoami.side_effect = ConnectionError("no network")
+    check()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    refuse(f"{needs}[^;]*$")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "")
+    refuse(f"{needs}[^;]*$")
