@@ -31,8 +31,9 @@ while read -r game seeds name teacher flags; do
     echo "$game $name" | grep -Eq -- "${only:-.}" || continue
     case $name in "$jax"*) script=$jax ;; *) script=$torch ;; esac
     if [ "$teacher" = "$ppo" ]; then
-        echo "$game $name: its teacher comes first, a PPO agent that trains for 2,000,000 steps" >&2
-        run --env-ids BreakoutNoFrameskip-v4 --num-seeds 1 --command "python benchmark/ppo_teacher.py" "$@"
+        echo "$game $name: its teacher comes first, a PPO agent that trains for 1,100,000 steps" >&2
+        run --env-ids BreakoutNoFrameskip-v4 --num-seeds 1 \
+            --command "python benchmark/ppo_teacher.py --total-timesteps 1100000" "$@"
     fi
     for path in $teacher; do teacher=$path; done # the newest directory
     # 2,000 offline updates need a larger learning rate. With four environments, ten episodes end early in the run.

@@ -23,7 +23,6 @@ import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
-from cleanrl_utils.benchmark import exit_text  # noqa: E402
 from cleanrl_utils.device import available_cores  # noqa: E402
 from cleanrl_utils.errors import UserError, one_line_errors  # noqa: E402
 
@@ -79,7 +78,7 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
         run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if run.returncode:
             print(run.stderr, file=sys.stderr)
-            raise UserError(f"{script}: {exit_text(run.returncode)}; its output is above")
+            raise UserError(f"{script}: exit code {run.returncode}; its output is above")
         (run_dir,) = Path(folder, "runs").iterdir()
         events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     offline = events.Scalars("charts/offline/updates_per_second")

@@ -16,7 +16,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import copy
 import functools
 import io
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
@@ -25,12 +25,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
-from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args
 from cleanrl_utils.device import TorchHardware as Hardware
-from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
+from cleanrl_utils.device import cuda_graph, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes
-from cleanrl_utils.files import atomic_write
+from cleanrl_utils.networks import save_torch
 from cleanrl_utils.run import Run, parse_args
 
 LOG_EVERY = 100  # environment steps
@@ -62,9 +62,9 @@ class Args:
     wandb_entity: Annotated[str | None, MAY_CHANGE] = None
     """the entity (team) of wandb's project"""
     capture_video: Annotated[bool, MAY_CHANGE] = False
-    """whether to film an episode after each evaluation (check out the `videos` folder)"""
+    """whether to film an episode after the evaluation (check out the `videos` folder)"""
     save_model: Annotated[bool, MAY_CHANGE] = True
-    """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
+    """whether to save the model into `runs/{run_name}`"""
     upload_model: Annotated[bool, MAY_CHANGE] = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: Annotated[str, MAY_CHANGE] = ""
@@ -72,7 +72,7 @@ class Args:
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: Annotated[float, Range(0, 10**6), MAY_CHANGE] = 10
-    """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
+    """minutes between checkpoints, which are also saved before the evaluation and when stopped; 0 disables them"""
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
@@ -100,7 +100,7 @@ class Args:
     start_e: Annotated[float, Range(0, 1)] = 1.0
     """the starting epsilon for exploration"""
     end_e: Annotated[float, Range(0, 1)] = 0.01
-    """the ending epsilon for exploration, and the epsilon of evaluations"""
+    """the ending epsilon for exploration, and the epsilon of the evaluation"""
     exploration_fraction: Annotated[float, Range(0, 1)] = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
     learning_starts: Annotated[int, Range(0)] = 80000
@@ -108,16 +108,13 @@ class Args:
     train_frequency: Annotated[int, Range(1)] = 4
     """the environment steps per update"""
     eval_episodes: Annotated[int, Range(1), MAY_CHANGE] = 10
-    """episodes of each evaluation"""
-    eval_frequency: Annotated[int, Range(1), MAY_CHANGE] = 500000
-    """environment steps between evaluations, which also save the model"""
+    """episodes of the evaluation at the end"""
 
 
 @dataclass
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
-    returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
     step: int = 0  # environment steps
 
 
@@ -138,13 +135,6 @@ class QNetwork(nn.Module):
         hidden = self.network[:-1](x / 255.0)
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would round away the differences between actions
             return self.network[-1](hidden.float())
-
-
-def choose_hardware(args: Args) -> Hardware:
-    """Choose device, precision and algorithms."""
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    return set_up_torch(args.cuda, args.bf16, args.cuda_graph)
 
 
 class Record(NamedTuple):
@@ -227,7 +217,6 @@ class Replay:
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring.valid[(self.steps_added - 1) % self.length] = False
-        self.age = np.zeros_like(self.age)
 
 
 def sample(
@@ -318,10 +307,8 @@ class Agent:
         self.generator = torch.Generator(hardware.device).manual_seed(args.seed)
         self.q_network = QNetwork(num_actions).to(hardware.device, memory_format=hardware.memory_format).eval()
         self.target_network = copy.deepcopy(self.q_network)
-        # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
-        capturable = hardware.device.type == "cuda"
-        parameters = self.q_network.parameters()
-        self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        weights = self.q_network.parameters()
+        self.optimizer = torch.optim.Adam(weights, args.learning_rate, fused=True, capturable=True)  # for CUDA graphs
         forward = functools.partial(forward_pass, self.q_network, hardware)
         self.forward = cuda_graph(forward, self.generator, hardware.cuda_graph)
         self.loss_function = torch.compile(dqn_loss) if args.compile else dqn_loss
@@ -363,11 +350,8 @@ class Agent:
             target.copy_(online)
 
     def save(self, path: Path) -> None:
-        """Save the Q-network's state dict, on the CPU and contiguous; raise a UserError if it has NaN values."""
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.q_network.state_dict().items()}
-        check_finite(weights.values())
-        with atomic_write(path) as file:
-            torch.save(weights, file)
+        """Save the Q-network's state dict; raise a UserError if it has NaN values."""
+        save_torch(path, self.q_network.state_dict())
 
     def dump(self) -> bytes:
         """Serialise the state of the agent for a checkpoint."""
@@ -382,7 +366,7 @@ class Agent:
         q_network, target_network, optimizer, generator_state = state
         self.q_network.load_state_dict(q_network)
         self.target_network.load_state_dict(target_network)
-        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # they follow from flags and device
+        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # they follow from flags and script
         self.optimizer.load_state_dict(optimizer)
         if generator_state.shape == self.generator.get_state().shape:  # otherwise of another kind of device
             self.generator.set_state(generator_state)
@@ -405,7 +389,7 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
 
 def set_up(args: Args) -> tuple[Args, Hardware]:
     """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
-    hardware = choose_hardware(args)
+    hardware = Hardware.choose(args)
     one_step = Replay(size=1, num_envs=1, n_step=args.n_step, hardware=hardware)
     return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
 
@@ -425,21 +409,12 @@ def main(args: Args) -> None:
     progress = Progress()
     run = Run(args, progress=progress, agent=agent, rng=rng)  # a checkpoint holds these
 
-    def evaluate(name: str, epsilon: float) -> float:
-        """Play whole episodes, keep their returns, and return the mean."""
-
-        def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
-            run.exit_if_signalled()  # a resumed run repeats the evaluation
-            return epsilon_greedy(agent.q_values(observation), epsilon, action_rng)
-
-        progress.returns[name] = play_episodes(name, act, args.eval_episodes, make_envs, args.seed, run.video_dir)
-        return float(np.mean(progress.returns[name]))
+    def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
+        """Choose the actions of the evaluation."""
+        run.exit_if_signalled()  # a resumed run repeats the evaluation
+        return epsilon_greedy(agent.q_values(observation), args.end_e, action_rng)
 
     with run:  # a checkpoint of a resumed run is restored here; in the training, a signal ends it after a checkpoint
-        # ==================== evaluate random policy ====================
-        if "random" not in progress.returns:
-            run.log("charts/random/avg_episodic_return", evaluate("random", 1.0), 0)
-
         # ==================== training ====================
         if progress.step < args.total_timesteps:
             replay = Replay(args.buffer_size, args.num_envs, args.n_step, hardware)
@@ -450,12 +425,6 @@ def main(args: Args) -> None:
             steps = range(progress.step, args.total_timesteps, args.num_envs)
             for global_step in run.steps("training", "step", steps):
                 next_step = global_step + args.num_envs
-                # Before the updates of the step: a run resumed from the checkpoint begins with the evaluation.
-                if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
-                    agent.save(run.model_path(f"-online-{global_step}"))
-                    run.save(replay)
-                    mean_return = evaluate(f"online {global_step}", args.end_e)
-                    run.log("charts/online/avg_episodic_return", mean_return, global_step)
                 epsilon_steps = args.exploration_fraction * args.total_timesteps
                 epsilon = linear_schedule(args.start_e, args.end_e, epsilon_steps, global_step)
                 action = epsilon_greedy(agent.q_values(observation), epsilon, rng)
@@ -492,11 +461,12 @@ def main(args: Args) -> None:
             agent.save(run.model_path())
             print(f"model saved to {run.model_path()}")
         run.save()  # without the replay buffer: a resumed run only repeats the evaluation
-        run.log("charts/final/avg_episodic_return", evaluate("final", args.end_e), progress.step)
-        for i, episodic_return in enumerate(progress.returns["final"]):
+        returns = play_episodes("final", act, args.eval_episodes, make_envs, args.seed, run.video_dir)
+        run.log("charts/final/avg_episodic_return", np.mean(returns), progress.step)
+        for i, episodic_return in enumerate(returns):
             run.log("eval/episodic_return", episodic_return, progress.step + i)
 
-    run.finish(progress.returns)  # uploads the model if asked, and prints the results
+    run.finish({"final": returns})  # uploads the model if asked, and prints the results
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the helpers beside this script
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_bytes, to_state_dict
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
-from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args
 from cleanrl_utils.device import JaxHardware as Hardware
-from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import play_episodes
-from cleanrl_utils.files import atomic_write
+from cleanrl_utils.networks import init_like_pytorch, save_flax
 from cleanrl_utils.run import Run, parse_args
 
 Params = dict[str, Any]  # the variables of a flax network: {"params": {layer: {"kernel": …, "bias": …}}}
@@ -52,9 +50,9 @@ class Args:
     wandb_entity: Annotated[str | None, MAY_CHANGE] = None
     """the entity (team) of wandb's project"""
     capture_video: Annotated[bool, MAY_CHANGE] = False
-    """whether to film an episode after each evaluation (check out the `videos` folder)"""
+    """whether to film an episode after the evaluation (check out the `videos` folder)"""
     save_model: Annotated[bool, MAY_CHANGE] = True
-    """whether to save the final model into `runs/{run_name}`; those of earlier evaluations are always saved"""
+    """whether to save the model into `runs/{run_name}`"""
     upload_model: Annotated[bool, MAY_CHANGE] = False
     """whether to upload the saved model to the Hugging Face Hub"""
     hf_entity: Annotated[str, MAY_CHANGE] = ""
@@ -62,7 +60,7 @@ class Args:
     resume: str | None = None
     """the directory `runs/{run_name}` of a run to resume with its flags"""
     checkpoint_minutes: Annotated[float, Range(0, 10**6), MAY_CHANGE] = 10
-    """minutes between checkpoints, which are also saved before each evaluation and when stopped; 0 disables them"""
+    """minutes between checkpoints, which are also saved before the evaluation and when stopped; 0 disables them"""
 
     # Environment
     env_id: str = "BreakoutNoFrameskip-v4"
@@ -90,7 +88,7 @@ class Args:
     start_e: Annotated[float, Range(0, 1)] = 1.0
     """the starting epsilon for exploration"""
     end_e: Annotated[float, Range(0, 1)] = 0.01
-    """the ending epsilon for exploration, and the epsilon of evaluations"""
+    """the ending epsilon for exploration, and the epsilon of the evaluation"""
     exploration_fraction: Annotated[float, Range(0, 1)] = 0.10
     """the fraction of `total_timesteps` over which epsilon is annealed"""
     learning_starts: Annotated[int, Range(0)] = 80000
@@ -98,16 +96,13 @@ class Args:
     train_frequency: Annotated[int, Range(1)] = 4
     """the environment steps per update"""
     eval_episodes: Annotated[int, Range(1), MAY_CHANGE] = 10
-    """episodes of each evaluation"""
-    eval_frequency: Annotated[int, Range(1), MAY_CHANGE] = 500000
-    """environment steps between evaluations, which also save the model"""
+    """episodes of the evaluation at the end"""
 
 
 @dataclass
 class Progress:
     """The progress of a run, saved in each checkpoint."""
 
-    returns: dict[str, list[float]] = field(default_factory=dict)  # episodic returns by the name of the evaluation
     step: int = 0  # environment steps
 
 
@@ -125,24 +120,6 @@ class QNetwork(nn.Module):
         x = nn.relu(nn.Dense(512, dtype=self.dtype)(x.reshape(x.shape[0], -1)))
         # bfloat16, and the TF32 of GPUs, would round away the differences between actions.
         return nn.Dense(self.num_actions, dtype=jnp.float32, precision="highest")(x)
-
-
-def init_params(network: nn.Module, key: jax.Array) -> Params:
-    """Initialise layers with a kernel as PyTorch does, uniformly in ±1/√fan_in, and others as flax does."""
-    blank = np.zeros((1, 4, 84, 84), np.uint8)
-    params = flatten_dict(jax.jit(network.init)(key, blank))
-    for (*layer, name), array in params.items():
-        kernel = params.get((*layer, "kernel"))
-        if kernel is not None:
-            key, own_key = jax.random.split(key)
-            bound = np.prod(kernel.shape[:-1]) ** -0.5
-            params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
-    return unflatten_dict(params)
-
-
-def choose_hardware(args: Args) -> Hardware:
-    """Choose device and precision."""
-    return set_up_jax(args.bf16)
 
 
 class Record(NamedTuple):
@@ -223,7 +200,6 @@ class Replay:
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring = self.ring._replace(valid=self.ring.valid.at[(self.steps_added - 1) % self.length].set(False))
-        self.age = np.zeros_like(self.age)
 
 
 @functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
@@ -280,12 +256,6 @@ def stack_frames(ring: Record, t: jax.Array, env: jax.Array) -> jax.Array:
     return ring.frame[(t[:, None] - ago) % length, env[:, None]] * in_episode[:, :, None, None]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def compute_q_values(network: nn.Module, params: Params, observation: np.ndarray) -> jax.Array:
-    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-    return network.apply(params, observation)
-
-
 class Losses(NamedTuple):
     """The loss and the mean Q-value in it."""
 
@@ -325,21 +295,20 @@ class Agent:
         self.device = hardware.device
         key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
         self.q_network = QNetwork(num_actions, hardware.dtype)
-        params = init_params(self.q_network, init_key)
+        params = init_like_pytorch(self.q_network, init_key, np.zeros((1, 4, 84, 84), np.uint8))
         if params.keys() != {"params"}:
             has = ", ".join(sorted(params.keys() - {"params"}))
             raise UserError(f"QNetwork has {has}, and only layers with nothing but parameters can be trained here")
         self.optimizer = optax.adam(args.learning_rate)
-        # The target network is a copy: both trees are donated, and an array can be donated only once.
-        target_params = jax.tree.map(jnp.copy, params)
-        state = TrainState(params, target_params, self.optimizer.init(params), key)
+        state = TrainState(params, params, self.optimizer.init(params), key)
         # As arrays of no particular device, they would change in the first call, and the second would compile again.
         self.state = jax.device_put(state, hardware.device)
-        self.compiled_gradient_step = jax.jit(self.gradient_step, donate_argnums=0)
+        self.forward = jax.jit(self.q_network.apply)
+        self.compiled_gradient_step = jax.jit(self.gradient_step)
 
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        return np.asarray(compute_q_values(self.q_network, self.state.params, observation))
+        return np.asarray(self.forward(self.state.params, observation))
 
     def update(self, replay: Replay) -> Losses:
         """Make a gradient step."""
@@ -368,10 +337,8 @@ class Agent:
         self.state = self.state._replace(target_params=target_params)
 
     def save(self, path: Path) -> None:
-        """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads; UserError if one is NaN."""
-        check_finite(jax.tree.leaves(self.state.params))
-        with atomic_write(path) as file:
-            file.write(to_bytes(self.state.params))
+        """Save the variables of the Q-network; raise a UserError if one is NaN."""
+        save_flax(path, self.state.params)
 
     def dump(self) -> bytes:
         """Serialise the state of the agent for a checkpoint."""
@@ -403,7 +370,7 @@ def epsilon_greedy(q_values: np.ndarray, epsilon: float, rng: np.random.Generato
 
 def set_up(args: Args) -> tuple[Args, Hardware]:
     """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
-    hardware = choose_hardware(args)
+    hardware = Hardware.choose(args)
     one_step = Replay(size=1, num_envs=1, n_step=args.n_step, hardware=hardware)
     return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
 
@@ -423,21 +390,12 @@ def main(args: Args) -> None:
     progress = Progress()
     run = Run(args, progress=progress, agent=agent, rng=rng)  # a checkpoint holds these
 
-    def evaluate(name: str, epsilon: float) -> float:
-        """Play whole episodes, keep their returns, and return the mean."""
-
-        def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
-            run.exit_if_signalled()  # a resumed run repeats the evaluation
-            return epsilon_greedy(agent.q_values(observation), epsilon, action_rng)
-
-        progress.returns[name] = play_episodes(name, act, args.eval_episodes, make_envs, args.seed, run.video_dir)
-        return float(np.mean(progress.returns[name]))
+    def act(observation: np.ndarray, action_rng: np.random.Generator) -> np.ndarray:
+        """Choose the actions of the evaluation."""
+        run.exit_if_signalled()  # a resumed run repeats the evaluation
+        return epsilon_greedy(agent.q_values(observation), args.end_e, action_rng)
 
     with run:  # a checkpoint of a resumed run is restored here; in the training, a signal ends it after a checkpoint
-        # ==================== evaluate random policy ====================
-        if "random" not in progress.returns:
-            run.log("charts/random/avg_episodic_return", evaluate("random", 1.0), 0)
-
         # ==================== training ====================
         if progress.step < args.total_timesteps:
             replay = Replay(args.buffer_size, args.num_envs, args.n_step, hardware)
@@ -448,12 +406,6 @@ def main(args: Args) -> None:
             steps = range(progress.step, args.total_timesteps, args.num_envs)
             for global_step in run.steps("training", "step", steps):
                 next_step = global_step + args.num_envs
-                # Before the updates of the step: a run resumed from the checkpoint begins with the evaluation.
-                if global_step > 0 and times_due(global_step - args.num_envs, global_step, args.eval_frequency):
-                    agent.save(run.model_path(f"-online-{global_step}"))
-                    run.save(replay)
-                    mean_return = evaluate(f"online {global_step}", args.end_e)
-                    run.log("charts/online/avg_episodic_return", mean_return, global_step)
                 epsilon_steps = args.exploration_fraction * args.total_timesteps
                 epsilon = linear_schedule(args.start_e, args.end_e, epsilon_steps, global_step)
                 action = epsilon_greedy(agent.q_values(observation), epsilon, rng)
@@ -490,11 +442,12 @@ def main(args: Args) -> None:
             agent.save(run.model_path())
             print(f"model saved to {run.model_path()}")
         run.save()  # without the replay buffer: a resumed run only repeats the evaluation
-        run.log("charts/final/avg_episodic_return", evaluate("final", args.end_e), progress.step)
-        for i, episodic_return in enumerate(progress.returns["final"]):
+        returns = play_episodes("final", act, args.eval_episodes, make_envs, args.seed, run.video_dir)
+        run.log("charts/final/avg_episodic_return", np.mean(returns), progress.step)
+        for i, episodic_return in enumerate(returns):
             run.log("eval/episodic_return", episodic_return, progress.step + i)
 
-    run.finish(progress.returns)  # uploads the model if asked, and prints the results
+    run.finish({"final": returns})  # uploads the model if asked, and prints the results
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
-from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args
 from cleanrl_utils.device import TorchHardware as Hardware
-from cleanrl_utils.device import cuda_graph, set_up_torch, to_device
+from cleanrl_utils.device import cuda_graph, to_device
 from cleanrl_utils.errors import one_line_errors
 from cleanrl_utils.evaluation import play_episodes, warn_of_weak_teacher
-from cleanrl_utils.files import atomic_write
 from cleanrl_utils.models import find_model, read_model
+from cleanrl_utils.networks import save_torch
 from cleanrl_utils.run import Run, parse_args
 
 # Gradient steps that are made at once, at most. One forward pass of the target network serves them all, and a GPU runs
@@ -158,18 +158,6 @@ class Progress:
     recent_returns: list[float] = field(default_factory=list)  # returns of the last training episodes
 
 
-class ChannelPaddedConv2d(nn.Conv2d):
-    """A convolution that a GPU computes in bfloat16 with channels of zeros up to a multiple of 8, which is faster."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        extra = -self.in_channels % 8  # channels of zeros
-        if extra and self.groups == 1 and torch.is_autocast_enabled("cuda"):
-            x = F.pad(x, (0, 0, 0, 0, 0, extra))
-            weight = F.pad(weight, (0, 0, 0, 0, 0, extra))
-        return self._conv_forward(x, weight, self.bias)
-
-
 class ResidualBlock(nn.Module):
     """Two convolutions with a skip connection: (B, C, H, W) → (B, C, H, W)."""
 
@@ -187,7 +175,7 @@ class ConvSequence(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.conv = ChannelPaddedConv2d(in_channels, out_channels, 3, padding=1)
+        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
         self.res_block0 = ResidualBlock(out_channels)
         self.res_block1 = ResidualBlock(out_channels)
 
@@ -242,13 +230,6 @@ class C51Network(TeacherNetwork):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         probabilities = super().forward(x).unflatten(1, (-1, 51)).softmax(dim=2)
         return (probabilities * self.atoms).sum(dim=2)  # @ would compute in bfloat16
-
-
-def choose_hardware(args: Args) -> Hardware:
-    """Choose device, precision and algorithms."""
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cudnn.benchmark = not args.torch_deterministic
-    return set_up_torch(args.cuda, args.bf16, args.cuda_graph)
 
 
 class Record(NamedTuple):
@@ -337,7 +318,6 @@ class Replay:
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring.valid[(self.steps_added - 1) % self.length] = False
-        self.age = np.zeros_like(self.age)
 
 
 def sample(
@@ -474,10 +454,8 @@ class Student:
         self.generator = torch.Generator(hardware.device).manual_seed(args.seed)
         self.q_network = QNetwork(num_actions).to(hardware.device, memory_format=hardware.memory_format).eval()
         self.target_network = copy.deepcopy(self.q_network)
-        # `capturable` keeps Adam's step count on the GPU, as a CUDA graph needs.
-        capturable = hardware.device.type == "cuda"
-        parameters = self.q_network.parameters()
-        self.optimizer = torch.optim.Adam(parameters, args.learning_rate, fused=True, capturable=capturable)
+        weights = self.q_network.parameters()
+        self.optimizer = torch.optim.Adam(weights, args.learning_rate, fused=True, capturable=True)  # for CUDA graphs
         forward = functools.partial(forward_pass, self.q_network, hardware)
         self.forward = cuda_graph(forward, self.generator, hardware.cuda_graph)
         self.loss_function = torch.compile(qdagger_loss) if args.compile else qdagger_loss
@@ -538,11 +516,8 @@ class Student:
             target.copy_(online)
 
     def save(self, path: Path) -> None:
-        """Save the Q-network's state dict, on the CPU and contiguous; raise a UserError if it has NaN values."""
-        weights = {name: value.detach().cpu().contiguous() for name, value in self.q_network.state_dict().items()}
-        check_finite(weights.values())
-        with atomic_write(path) as file:
-            torch.save(weights, file)
+        """Save the Q-network's state dict; raise a UserError if it has NaN values."""
+        save_torch(path, self.q_network.state_dict())
 
     def dump(self) -> bytes:
         """Serialise the state of the student for a checkpoint."""
@@ -557,7 +532,7 @@ class Student:
         q_network, target_network, optimizer, generator_state = state
         self.q_network.load_state_dict(q_network)
         self.target_network.load_state_dict(target_network)
-        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # they follow from flags and device
+        optimizer["param_groups"] = self.optimizer.state_dict()["param_groups"]  # they follow from flags and script
         self.optimizer.load_state_dict(optimizer)
         if generator_state.shape == self.generator.get_state().shape:  # otherwise of another kind of device
             self.generator.set_state(generator_state)
@@ -619,7 +594,7 @@ def log_losses(run: Run, phase: str, losses: Losses, step: int) -> None:
 
 def set_up(args: Args) -> tuple[Args, Hardware]:
     """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
-    hardware = choose_hardware(args)
+    hardware = Hardware.choose(args)
     one_step = Replay(size=1, num_envs=1, num_actions=18, n_step=args.n_step, hardware=hardware)
     return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
 
@@ -695,8 +670,7 @@ def main(args: Args) -> None:
                 run.save(replay)
 
             # ==================== offline: learn from the teacher's data ====================
-            # A divisor of all these: logs, evaluations and updates of the target network come between two calls. Odd
-            # frequencies make it 1, which is slow on a GPU.
+            # A divisor of all these: logs, evaluations and updates of the target network come between two calls.
             at_once = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
             for step in run.steps("offline", "update", range(progress.offline_update, args.offline_steps, at_once)):
                 if step > 0 and step % args.offline_eval_frequency == 0:
@@ -775,9 +749,6 @@ def main(args: Args) -> None:
         mean_return = evaluate("final", student, args.eval_episodes, args.end_e)
         last_step = args.offline_steps + progress.online_step
         run.log("charts/final/avg_episodic_return", mean_return, last_step)
-        # The second points of these two, between which TensorBoard draws a line.
-        run.log("charts/teacher/avg_episodic_return", teacher_return, last_step)
-        run.log("charts/random/avg_episodic_return", random_return, last_step)
         for i, episodic_return in enumerate(progress.returns["final"]):
             run.log("eval/episodic_return", episodic_return, last_step + i)
 

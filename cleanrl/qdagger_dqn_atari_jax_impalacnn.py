@@ -19,17 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_bytes, to_state_dict
+from flax.serialization import from_state_dict, msgpack_restore, msgpack_serialize, to_state_dict
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from cleanrl_utils.atari import AtariEnvs, StepResult
-from cleanrl_utils.checks import MAY_CHANGE, Range, check_args, check_finite
+from cleanrl_utils.checks import MAY_CHANGE, Range, check_args
 from cleanrl_utils.device import JaxHardware as Hardware
-from cleanrl_utils.device import set_up_jax
 from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.evaluation import play_episodes, warn_of_weak_teacher
-from cleanrl_utils.files import atomic_write
 from cleanrl_utils.models import find_model, read_model
+from cleanrl_utils.networks import init_like_pytorch, save_flax
 from cleanrl_utils.run import Run, parse_args
 
 BLANK = np.zeros((1, 4, 84, 84), np.uint8)  # an observation, to initialise networks
@@ -242,26 +241,6 @@ class C51Network(nn.Module):
         return jnp.sum(probabilities * atoms, axis=2)  # @ would compute in TF32 on a GPU
 
 
-def init_params(network: nn.Module, key: jax.Array) -> Params:
-    """Initialise layers with a kernel as PyTorch does, uniformly in ±1/√fan_in, and others as flax does.
-
-    With flax's biases of 0 an ImpalaCNN may collapse.
-    """
-    params = flatten_dict(jax.jit(network.init)(key, BLANK))
-    for (*layer, name), array in params.items():
-        kernel = params.get((*layer, "kernel"))
-        if kernel is not None:
-            key, own_key = jax.random.split(key)
-            bound = np.prod(kernel.shape[:-1]) ** -0.5
-            params[(*layer, name)] = jax.random.uniform(own_key, array.shape, array.dtype, -bound, bound)
-    return unflatten_dict(params)
-
-
-def choose_hardware(args: Args) -> Hardware:
-    """Choose device and precision."""
-    return set_up_jax(args.bf16)
-
-
 class Record(NamedTuple):
     """The arrays that are stored of environment steps: (L, N, …) of L steps of N environments, (N, …) of one step."""
 
@@ -346,7 +325,6 @@ class Replay:
     def truncate_episodes(self) -> None:
         """Truncate all episodes at the last step: a resumed run has new ones, as emulators can't be restored."""
         self.ring = self.ring._replace(valid=self.ring.valid.at[(self.steps_added - 1) % self.length].set(False))
-        self.age = np.zeros_like(self.age)
 
 
 @functools.partial(jax.jit, donate_argnums=0)  # donated: written in place, not into a copy of gigabytes
@@ -421,18 +399,13 @@ class Teacher:
             weights["params/Dense_1/kernel"] *= temperature
             weights["params/Dense_1/bias"] *= temperature
         self.params = jax.tree.map(jnp.asarray, unflatten_dict(weights, sep="/"))
+        self.forward = jax.jit(self.network.apply)
         # A policy samples its actions; a Q-network takes the one with the largest Q-value.
         self.action_temperature = temperature if is_policy else 0.0
 
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        return np.asarray(compute_q_values(self.network, self.params, observation))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def compute_q_values(network: nn.Module, params: Params, observation: np.ndarray) -> jax.Array:
-    """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-    return network.apply(params, observation)
+        return np.asarray(self.forward(self.params, observation))
 
 
 class Losses(NamedTuple):
@@ -487,21 +460,20 @@ class Student:
         self.device = hardware.device
         key, init_key = jax.random.split(jax.random.PRNGKey(args.seed))
         self.q_network = QNetwork(num_actions, hardware.dtype)
-        params = init_params(self.q_network, init_key)
+        params = init_like_pytorch(self.q_network, init_key, BLANK)
         if params.keys() != {"params"}:
             has = ", ".join(sorted(params.keys() - {"params"}))
             raise UserError(f"QNetwork has {has}, and only layers with nothing but parameters can be trained here")
         self.optimizer = optax.inject_hyperparams(optax.adam)(args.learning_rate)
-        # The target network is a copy: both trees are donated, and an array can be donated only once.
-        target_params = jax.tree.map(jnp.copy, params)
-        state = TrainState(params, target_params, self.optimizer.init(params), key)
+        state = TrainState(params, params, self.optimizer.init(params), key)
         # As arrays of no particular device, they would change in the first call, and the second would compile again.
         self.state = jax.device_put(state, hardware.device)
-        self.compiled_gradient_steps = jax.jit(self.gradient_steps, donate_argnums=0)
+        self.forward = jax.jit(self.q_network.apply)
+        self.compiled_gradient_steps = jax.jit(self.gradient_steps)
 
     def q_values(self, observation: np.ndarray) -> np.ndarray:
         """Compute Q-values, float32 (B, num_actions), of observations, uint8 (B, 4, 84, 84)."""
-        return np.asarray(compute_q_values(self.q_network, self.state.params, observation))
+        return np.asarray(self.forward(self.state.params, observation))
 
     def update(self, replay: Replay, distill_coefficient: float, learning_rates: Sequence[float]) -> Losses:
         """Make a gradient step for each learning rate, at least one; return the losses of the last one."""
@@ -544,10 +516,8 @@ class Student:
         self.state = self.state._replace(target_params=target_params)
 
     def save(self, path: Path) -> None:
-        """Save the variables as msgpack that ``flax.serialization.from_bytes`` reads; UserError if one is NaN."""
-        check_finite(jax.tree.leaves(self.state.params))
-        with atomic_write(path) as file:
-            file.write(to_bytes(self.state.params))
+        """Save the variables of the Q-network; raise a UserError if one is NaN."""
+        save_flax(path, self.state.params)
 
     def dump(self) -> bytes:
         """Serialise the state of the student for a checkpoint."""
@@ -618,7 +588,7 @@ def log_losses(run: Run, phase: str, losses: Losses, step: int) -> None:
 
 def set_up(args: Args) -> tuple[Args, Hardware]:
     """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
-    hardware = choose_hardware(args)
+    hardware = Hardware.choose(args)
     one_step = Replay(size=1, num_envs=1, num_actions=18, n_step=args.n_step, hardware=hardware)
     return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
 
@@ -694,8 +664,7 @@ def main(args: Args) -> None:
                 run.save(replay)
 
             # ==================== offline: learn from the teacher's data ====================
-            # A divisor of all these: logs, evaluations and updates of the target network come between two calls. Odd
-            # frequencies make it 1, which is slow on a GPU.
+            # A divisor of all these: logs, evaluations and updates of the target network come between two calls.
             at_once = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
             for step in run.steps("offline", "update", range(progress.offline_update, args.offline_steps, at_once)):
                 if step > 0 and step % args.offline_eval_frequency == 0:
@@ -774,9 +743,6 @@ def main(args: Args) -> None:
         mean_return = evaluate("final", student, args.eval_episodes, args.end_e)
         last_step = args.offline_steps + progress.online_step
         run.log("charts/final/avg_episodic_return", mean_return, last_step)
-        # The second points of these two, between which TensorBoard draws a line.
-        run.log("charts/teacher/avg_episodic_return", teacher_return, last_step)
-        run.log("charts/random/avg_episodic_return", random_return, last_step)
         for i, episodic_return in enumerate(progress.returns["final"]):
             run.log("eval/episodic_return", episodic_return, last_step + i)
 

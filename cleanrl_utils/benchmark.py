@@ -8,7 +8,6 @@ The same command again skips finished runs and resumes the others. The output of
 
 import functools
 import hashlib
-import math
 import os
 import re
 import shlex
@@ -85,18 +84,14 @@ class Job:
 
     def wait(self) -> None:
         """Wait until the process has ended."""
-        ended = exit_text(self.process.wait())
+        code = self.process.wait()
+        ended = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
         self.print_state("finished" if self.is_finished() else ended)
 
     def print_state(self, state: str) -> None:
         """Set and print a new state."""
         self.state = state
         print(f"{self.env_id} seed {self.seed}: {state}, see {self.log}", flush=True)
-
-
-def exit_text(code: int) -> str:
-    """Describe an exit code of a process, which is negative after a signal: "exit code 1", "killed by SIGKILL"."""
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def make_jobs(args: Args) -> list[Job]:
@@ -125,9 +120,6 @@ def run_environment(worker: int, workers: int, gpus: Sequence[str]) -> dict[str,
     environment.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // workers)))  # the scripts read it, too
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
-    if 0 < len(gpus) < workers and "XLA_CLIENT_MEM_FRACTION" not in environment:  # JAX refuses both names at once
-        runs_per_gpu = math.ceil(workers / len(gpus))  # JAX allocates a share; alone, the scripts take 0.92
-        environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(920 // runs_per_gpu / 1000))
     return environment
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
@@ -69,8 +68,6 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
     compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
     if getattr(args, "compile", False) and not shutil.which(compiler):
         raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
-    if args.resume is None and args.total_timesteps == 0 and not getattr(args, "offline_steps", 0):
-        raise UserError("without --total-timesteps and --offline-steps there is nothing to train; raise one")
     num_envs = args.num_envs
     while args.resume is None and num_envs > 1 and size_problem(args, num_envs):  # a resumed run has its own number
         num_envs //= 2
@@ -81,13 +78,6 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
     if num_envs < args.num_envs:
         print(f"--num-envs is {num_envs} instead of {args.num_envs}: a buffer or the run is too small for more")
     return replace(args, num_envs=num_envs)
-
-
-def check_finite(arrays: Iterable[Any]) -> None:
-    """Raise a UserError if an array of PyTorch, JAX or NumPy has a NaN or infinite value."""
-    for array in arrays:
-        if not abs(array).max() < math.inf:
-            raise UserError(DIVERGED)
 
 
 def replay_buffers(args: Any) -> list[str]:
@@ -101,8 +91,7 @@ def size_problem(args: Any, num_envs: int) -> str | None:
     for name in replay_buffers(args):
         size = getattr(args, name)
         if size // num_envs * num_envs < needed:
-            environments = "one environment" if num_envs == 1 else f"{num_envs} environments"
-            return f"{flag(name)} is {size}; {environments} and --n-step {args.n_step} need at least {needed}"
+            return f"{flag(name)} is {size}; --num-envs {num_envs} and --n-step {args.n_step} need at least {needed}"
     if args.total_timesteps == 0 or args.resume is not None:  # a smaller number ends the training of a resumed run
         return None
     # Updates start at the first multiple of num_envs that reaches learning_starts and n_step + 1 steps per environment.

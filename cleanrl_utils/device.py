@@ -80,6 +80,43 @@ class TorchHardware(NamedTuple):
     memory_format: "torch.memory_format"  # in which convolutions are fastest
     cuda_graph: bool  # whether functions run as CUDA graphs
 
+    @classmethod
+    def choose(cls, args: Any) -> "TorchHardware":
+        """Choose and print device and precision; set PyTorch's algorithms, threads and handling of memory.
+
+        ``args`` has the flags `torch_deterministic`, `cuda`, `cuda_graph` and `bf16`. Forward passes compute in
+        bfloat16 if the hardware has it. Only a GPU has CUDA graphs.
+        """
+        import torch
+
+        torch.backends.cudnn.deterministic = args.torch_deterministic
+        torch.backends.cudnn.benchmark = not args.torch_deterministic
+        if args.cuda and torch.cuda.is_available():
+            # The host has little to compute, and more threads would compete with those of the emulators.
+            torch.set_num_threads(1)
+            device = torch.device("cuda")
+            with user_errors("the GPU can't compute", "add --no-cuda or set CUDA_VISIBLE_DEVICES=", RuntimeError):
+                torch.zeros(1, device=device).cos().item()  # fails if the GPU is busy, or too old for this build
+            in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
+            # A GPU without bfloat16 has no TF32, and float32 is slow with channels last.
+            memory_format = torch.channels_last if in_hardware else torch.contiguous_format
+            name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+        else:
+            if args.cuda:
+                warn_of_unused_gpu("PyTorch")
+            # Adam's averages of gradients that became zero decay into denormal numbers, which are a hundred times
+            # slower. Threads inherit the setting, so it comes before the first parallel region.
+            torch.set_flush_denormal(True)
+            torch.set_num_threads(available_cores())
+            keep_freed_memory()
+            device = torch.device("cpu")
+            memory_format = torch.channels_last
+            in_hardware = torch.cpu.get_capabilities().get("avx512_bf16", False)  # ARM processors lack the key
+            name = f"CPU, threads: {torch.get_num_threads()}"
+        bf16 = args.bf16 and in_hardware
+        print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
+        return cls(device, bf16, memory_format, args.cuda_graph and device.type == "cuda")
+
 
 class JaxHardware(NamedTuple):
     """Where and how JAX's networks compute."""
@@ -87,39 +124,41 @@ class JaxHardware(NamedTuple):
     device: Any
     dtype: Any  # of hidden layers
 
+    @classmethod
+    def choose(cls, args: Any) -> "JaxHardware":
+        """Choose and print device and precision; set JAX's memory, threads and cache of compiled programs.
 
-def set_up_torch(cuda: bool, bf16: bool, cuda_graph: bool) -> TorchHardware:
-    """Choose the device and print it; set PyTorch's threads and on a CPU its handling of memory and denormal numbers.
+        With the flag `bf16`, hidden layers compute in bfloat16 if a GPU or TPU has it: XLA has no fast bfloat16
+        convolution for a CPU. Call it before anything else of JAX; it raises a UserError if JAX has no device that
+        JAX_PLATFORMS names.
+        """
+        import jax
+        import jax.numpy as jnp
 
-    Forward passes compute in bfloat16 if ``bf16`` and the hardware has it. Only a GPU has CUDA graphs.
-    """
-    import torch
-
-    if cuda and torch.cuda.is_available():
-        # The host has little to compute, and more threads would compete with those of the emulators.
-        torch.set_num_threads(1)
-        device = torch.device("cuda")
-        with user_errors("the GPU can't compute", "add --no-cuda or set CUDA_VISIBLE_DEVICES=", RuntimeError):
-            torch.zeros(1, device=device).cos().item()  # fails if the GPU is busy, or too old for this build
-        in_hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-        # A GPU without bfloat16 has no TF32, and float32 is slow with channels last.
-        memory_format = torch.channels_last if in_hardware else torch.contiguous_format
-        name = f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
-    else:
-        if cuda:
-            warn_of_unused_gpu("PyTorch")
-        # Adam's averages of gradients that became zero decay into denormal numbers, which are a hundred times slower.
-        # Threads inherit the setting, so it comes before the first parallel region.
-        torch.set_flush_denormal(True)
-        torch.set_num_threads(available_cores())
-        keep_freed_memory()
-        device = torch.device("cpu")
-        memory_format = torch.channels_last
-        in_hardware = torch.cpu.get_capabilities().get("avx512_bf16", False)  # an ARM processor does not have the key
-        name = f"CPU, threads: {torch.get_num_threads()}"
-    bf16 = bf16 and in_hardware
-    print(f"device: {name}; PyTorch {torch.__version__}, {'bfloat16' if bf16 else 'float32'}", flush=True)
-    return TorchHardware(device, bf16, memory_format, cuda_graph and device.type == "cuda")
+        if not shutil.which("nvidia-smi"):  # with a GPU, it would slow XLA's compiler
+            keep_freed_memory()
+        # The replay buffer of default size is one array of 7 GB. The usual 75 % of a 12 GB card leave no room for it.
+        if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # the newer name; JAX refuses both at once
+            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        os.environ.setdefault("NPROC", str(available_cores()))  # XLA's threads on a CPU
+        # On a CPU another thread would compute on the same cores, and the hand-over takes time.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu", (RuntimeError, AssertionError)):  # no GPU
+            device = jax.devices()[0]
+        if device.platform == "cpu":
+            if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+                warn_of_unused_gpu("JAX")
+            name = f"CPU, threads: {available_cores()}"
+        else:
+            name = device.device_kind
+            # Compiling takes minutes for a GPU. It takes seconds for a CPU, where code of another processor may fail.
+            if jax.config.jax_compilation_cache_dir is None:
+                jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/qdagger-jax"))
+        capability = str(getattr(device, "compute_capability", ""))  # "7.5"; an AMD GPU has a name, a TPU has none
+        in_hardware = device.platform != "cpu" and not re.match(r"[1-7]\.", capability)
+        dtype = jnp.bfloat16 if args.bf16 and in_hardware else jnp.float32
+        print(f"device: {name}; JAX {jax.__version__}, {dtype.__name__}", flush=True)
+        return cls(device, dtype)
 
 
 def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
@@ -194,41 +233,6 @@ def cuda_graph(function: Callable[..., Any], generator: "torch.Generator", enabl
         return graphs[signature](*inputs)
 
     return call
-
-
-def set_up_jax(bf16: bool) -> JaxHardware:
-    """Choose the device and print it; set JAX's memory, threads and cache of compiled programs.
-
-    Hidden layers compute in bfloat16 if ``bf16`` and a GPU or TPU has it: XLA has no fast bfloat16 convolution for a
-    CPU. Call it before anything else of JAX; it raises a UserError if JAX has no device that JAX_PLATFORMS names.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    if not shutil.which("nvidia-smi"):  # with a GPU, it would slow XLA's compiler
-        keep_freed_memory()
-    # The replay buffer of default size is one array of 7 GB, for which the usual 75 % of a 12 GB card leave no room.
-    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # the newer name; JAX refuses both at once
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
-    os.environ.setdefault("NPROC", str(available_cores()))  # XLA's threads on a CPU
-    # On a CPU another thread would compute on the same cores, and the hand-over takes time.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    with user_errors("JAX can't start", "set JAX_PLATFORMS=cpu", (RuntimeError, AssertionError)):  # the second: no GPU
-        device = jax.devices()[0]
-    if device.platform == "cpu":
-        if not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
-            warn_of_unused_gpu("JAX")
-        name = f"CPU, threads: {available_cores()}"
-    else:
-        name = device.device_kind
-        # Compiling takes minutes for a GPU. It takes seconds for a CPU, where code of another processor may fail.
-        if jax.config.jax_compilation_cache_dir is None:
-            jax.config.update("jax_compilation_cache_dir", os.path.expanduser("~/.cache/qdagger-jax"))
-    capability = str(getattr(device, "compute_capability", ""))  # "7.5"; an AMD GPU has a name, a TPU has none
-    in_hardware = device.platform != "cpu" and not re.match(r"[1-7]\.", capability)
-    dtype = jnp.bfloat16 if bf16 and in_hardware else jnp.float32
-    print(f"device: {name}; JAX {jax.__version__}, {dtype.__name__}", flush=True)
-    return JaxHardware(device, dtype)
 
 
 def keep_freed_memory() -> None:

@@ -72,7 +72,7 @@ def main(args: Args) -> np.ndarray:
     path = find_model(repo, args.exp_name)
     library = "" if importlib.util.find_spec("torch") else "_jax"
     script = import_script(args.script or SCRIPTS / f"qdagger_dqn_atari{library}_impalacnn.py")
-    hardware = script.choose_hardware(script.Args())
+    hardware = script.Hardware.choose(script.Args())
     policy = script.Teacher(path, envs.num_actions, 1.0, hardware)
     print(f"playing {args.eval_episodes} episodes of {args.env_id} with {path}", flush=True)
 

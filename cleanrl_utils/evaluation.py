@@ -58,8 +58,8 @@ def play_episodes(
         playing = [start(make_envs(num_envs=1)) for _ in range(min(MAX_PARALLEL_EPISODES, episodes))]
         while playing:
             observation = np.concatenate([episode.observation for episode in playing])
-            # Padded to a power of two, since JAX compiles for each batch size. np.resize repeats rows at the end.
-            rows = np.resize(np.arange(len(playing)), 1 << (len(playing) - 1).bit_length())
+            n = len(playing)  # padded to a power of two or a multiple of 8, since JAX compiles for each batch size
+            rows = np.resize(np.arange(n), min(1 << (n - 1).bit_length(), -(-n // 8) * 8))  # repeats the first ones
             for episode, action in zip(playing, act(observation[rows], action_rng), strict=False):
                 episode.envs.send(np.array([action]))
             still_playing = []
@@ -84,30 +84,29 @@ def play_episodes(
 
 def film_episode(
     act: Act, path: Path, make_envs: Callable[..., AtariEnvs], seed: int, action_rng: np.random.Generator
-) -> float:
-    """Play one episode, film it to the mp4 file ``path`` and return its return; warn if it can't be written."""
+) -> None:
+    """Play one episode and film it to the mp4 file ``path``; warn if it can't be written."""
     envs = make_envs(num_envs=1)
     # The same episode in colour.
     camera = make_envs(num_envs=1, grayscale=False, img_height=210, img_width=160, stack_num=1)
     observation = envs.reset(seed, "video")
     image = camera.reset(seed, "video")
-    episodes: list[tuple[int, int, int]] = []
+    ended = False
     try:
         from imageio import get_writer
 
         path.parent.mkdir(parents=True, exist_ok=True)
         with get_writer(path, fps=15, macro_block_size=2) as writer:  # 15 steps are a second of the game
-            while not episodes:
+            while not ended:
                 writer.append_data(image[0, 0])
                 action = act(observation, action_rng)
                 image = camera.step(action).observation
                 result = envs.step(action)
                 observation = result.observation
-                episodes = result.episodes
+                ended = bool(result.episodes)
         tqdm.write(f"video: {path}")
     except (ImportError, OSError, IndexError, RuntimeError) as error:  # a broken or missing ffmpeg raises these
         warn(f"the video {path} can't be written ({one_line(error)})")
-    return episodes[0][1] if episodes else np.nan
 
 
 def exceeds(higher: Sequence[float], lower: Sequence[float]) -> bool:
@@ -130,14 +129,14 @@ def summarise(args: Any, run_dir: Path, returns: Mapping[str, Sequence[float]]) 
     the teacher is clearly better than the random policy, means normalised to random policy = 0 % and teacher = 100 %.
     """
     has_scale = "teacher" in returns and exceeds(returns["teacher"], returns["random"])
-    random_return = np.mean(returns["random"])
-    updates = "offline updates or online steps" if "teacher" in returns else "environment steps"
-    print(f"\n{args.env_id}, episodes at epsilon {args.end_e} (random: 1), after {updates}")
+    of_qdagger = " (random: 1), after offline updates or online steps" if "teacher" in returns else ""
+    print(f"\n{args.env_id}, episodes at epsilon {args.end_e}{of_qdagger}")
     print(f"{'':<28}{'return':>8}" + f"{'':>8}random = 0 %, teacher = 100 %" * has_scale)
     for name, values in returns.items():
         share = ""
         if has_scale:
-            share = f"{(np.mean(values) - random_return) / (np.mean(returns['teacher']) - random_return):10.0%}"
+            low = np.mean(returns["random"])
+            share = f"{(np.mean(values) - low) / (np.mean(returns['teacher']) - low):10.0%}"
         print(f"  {name:<26}{np.mean(values):8.1f} ± {np.std(values):5.1f}{share}")
     print()
     draw_run(run_dir)  # only a warning if it fails

@@ -1,13 +1,11 @@
 """The logs of a run: its directory, TensorBoard and W&B."""
 
 import importlib.metadata
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +44,11 @@ def commit_of(script: Path) -> str:
 
 def make_run_dir(args: Any) -> Path:
     """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
-    with user_errors(f"a run directory can't be made in {Path('runs').absolute()}", "use another folder", OSError):
-        Path("runs").mkdir(exist_ok=True)
-        for started in itertools.count(int(time.time())):  # the next free second, if the name is taken
-            run_dir = Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{started}"
-            with suppress(FileExistsError):
-                run_dir.mkdir()
-                print(f"run directory: {run_dir}", flush=True)
-                return run_dir
+    run_dir = Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    with user_errors(f"{run_dir.absolute()} can't be made", "use another folder", OSError):
+        run_dir.mkdir(parents=True)
+    print(f"run directory: {run_dir}", flush=True)
+    return run_dir
 
 
 class Writer:

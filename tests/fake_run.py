@@ -37,7 +37,7 @@ if args.resume:
     (run_dir / "steps.txt").write_text("".join(f"{line}\n" for line in kept))
 print(f"resuming {run_dir} at step {done}" if done else f"run directory: {run_dir}", flush=True)
 print("python", sys.prefix)
-for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
     print(name, os.environ.get(name), flush=True)
 
 while done < args.steps:

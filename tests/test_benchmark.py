@@ -36,8 +36,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)  # a script that ran in this process sets it
-    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     yield
     for child in psutil.Process().children():
@@ -191,18 +189,12 @@ def test_runs_get_their_share_of_cores_and_gpus(monkeypatch: pytest.MonkeyPatch)
     for name in ("Pong", "Breakout"):
         log = next(Path("logs").glob(f"{name}__*.log")).read_text()
         assert f"python {sys.prefix}\n" in log
-        assert "OMP_NUM_THREADS 3\nCUDA_VISIBLE_DEVICES GPU-8932f937\nXLA_PYTHON_CLIENT_MEM_FRACTION 0.46\n" in log
+        assert "OMP_NUM_THREADS 3\nCUDA_VISIBLE_DEVICES GPU-8932f937\n" in log
 
 
-def test_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch):
-    """JAX refuses both names of its share of the memory together."""
+def test_threads_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
-    environment = run_environment(0, 2, ["0"])
-    assert (environment["OMP_NUM_THREADS"], environment["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == ("6", "0.3")
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
-    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.2")
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in run_environment(0, 2, ["0"])
+    assert run_environment(0, 2, ["0"])["OMP_NUM_THREADS"] == "6"
 
 
 def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
@@ -212,10 +204,9 @@ def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
     program("nvidia-smi", f'test "$*" = --list-gpus && printf "{gpus}"')
     assert visible_gpus() == ["GPU-0", "GPU-1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    for workers, of_workers, memory in ((2, "01", None), (4, "0120", "0.46"), (9, "012012012", "0.306")):
+    for workers, of_workers in ((2, "01"), (4, "0120"), (9, "012012012")):
         environments = [run_environment(worker, workers, visible_gpus()) for worker in range(workers)]
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == list(of_workers)
-        assert {environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION") for environment in environments} == {memory}
 
 
 def test_a_slurm_job_trains_its_seed_and_is_queued_again_after_the_time_limit():

@@ -54,10 +54,10 @@ def test_warning_of_an_unused_gpu(
     monkeypatch.setattr(device, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if library == "JAX":
-        hardware = device.set_up_jax(bf16=True)
+        hardware = device.JaxHardware.choose(SimpleNamespace(bf16=True))
         assert (hardware.device.platform, hardware.dtype) == ("cpu", jnp.float32)
     else:
-        hardware = device.set_up_torch(cuda=wanted, bf16=True, cuda_graph=True)
+        hardware = device.TorchHardware.choose(qdagger.Args(cuda=wanted))
         assert hardware == (torch.device("cpu"), hardware.bf16, torch.channels_last, False)
     printed, error = capsys.readouterr()
     assert re.fullmatch("device: CPU, threads: .*\n", printed)
@@ -80,11 +80,11 @@ def test_hardware_of_a_gpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> 
     memory_format = torch.channels_last if has_bf16 else torch.contiguous_format
     monkeypatch.setattr(torch, "set_num_threads", mock.Mock())
     for script, wanted in itertools.product((qdagger_jax, dqn_atari_jax), (True, False)):
-        found = script.choose_hardware(script.Args(bf16=wanted))
+        found = script.Hardware.choose(script.Args(bf16=wanted))
         assert found.dtype is (jnp.bfloat16 if has_bf16 and wanted else jnp.float32)
     for script, wanted in itertools.product((qdagger, dqn_atari), (True, False)):
         flags = script.Args(bf16=wanted, cuda_graph=wanted, torch_deterministic=wanted)
-        assert script.choose_hardware(flags) == (torch.device("cuda"), has_bf16 and wanted, memory_format, wanted)
+        assert script.Hardware.choose(flags) == (torch.device("cuda"), has_bf16 and wanted, memory_format, wanted)
         assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark) == (wanted, not wanted)
     torch.set_num_threads.assert_called_with(1)
 
@@ -109,7 +109,7 @@ def test_bfloat16_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only processors with AVX512-BF16 use it: on ARM it was not tried."""
     for found in ({"avx512_bf16": True}, {"avx512_bf16": False}, {"architecture": "arm64", "bf16": True}):
         monkeypatch.setattr(torch.cpu, "get_capabilities", mock.Mock(return_value=found))
-        hardware = device.set_up_torch(cuda=False, bf16=True, cuda_graph=False)
+        hardware = device.TorchHardware.choose(qdagger.Args(cuda=False))
         assert hardware.bf16 == (found == {"avx512_bf16": True})
 
 
@@ -179,7 +179,8 @@ def test_throughput(tmp_path: Path) -> None:
 @pytest.mark.posix
 def test_threads_of_jax() -> None:
     """XLA computes with as many threads as :func:`available_cores` returns."""
-    code = "from cleanrl_utils import device\ndevice.available_cores = lambda: 5\ndevice.set_up_jax(True)\n"
+    code = "from cleanrl_utils import device\ndevice.available_cores = lambda: 5\n"
+    code += "import types; device.JaxHardware.choose(types.SimpleNamespace(bf16=True))\n"
     code += "import jax; jax.numpy.ones((500, 500)) @ jax.numpy.ones((500, 500))\n"
     code += "names = [file.read_text() for file in device.Path('/proc/self/task').glob('*/comm')]\n"
     code += "print(names.count('tf_XLAEigen\\n'))"

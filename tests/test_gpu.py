@@ -64,7 +64,7 @@ def test_compiled_equals_eager() -> None:
     """The losses of 30 updates are equal, up to what Adam makes of the rounding of float32."""
     outcomes = []
     for flags in ({"compile": True}, {"cuda_graph": False}):
-        student, replay = make_student(qdagger.choose_hardware(qdagger.Args(bf16=False, **flags)), bf16=False, **flags)
+        student, replay = make_student(qdagger.Hardware.choose(qdagger.Args(bf16=False, **flags)), bf16=False, **flags)
         rates = [[2**-13 * (i + 1)] * due for i in range(6) for due in (1, 4)]
         losses = [student.update(replay, 0.5, learning_rates).loss.clone() for learning_rates in rates]
         outcomes.append(torch.stack(losses))
@@ -92,7 +92,7 @@ def test_gradient_equals_the_one_of_the_cpu(bf16: bool) -> None:
 @needs_torch
 def test_nothing_synchronises_with_the_gpu() -> None:
     """Neither an update nor adding a step does: PyTorch raises an error at a synchronisation."""
-    student, replay = make_student(qdagger.choose_hardware(qdagger.Args()))
+    student, replay = make_student(qdagger.Hardware.choose(qdagger.Args()))
     for _ in range(device.CudaGraph.EAGER_CALLS + 1):
         student.update(replay, 0.5, [1e-4])
     step = random_step(qdagger, np.random.default_rng(2), 16, NUM_ACTIONS)
@@ -109,7 +109,7 @@ def test_nothing_synchronises_with_the_gpu() -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_replay_beyond_2_31_bytes(script: Any) -> None:
     """The end of a replay buffer of more bytes than an int32 counts is read correctly."""
-    replay = script.Replay(2**31 // 7056 + 4000, 4, 6, 1, script.choose_hardware(script.Args()))
+    replay = script.Replay(2**31 // 7056 + 4000, 4, 6, 1, script.Hardware.choose(script.Args()))
     frames = np.broadcast_to(np.arange(1, 9, dtype=np.uint8)[:, None, None, None], (8, 4, 84, 84))
     last = {"frame": frames, "action": np.zeros((8, 4), np.uint8), "reward": np.zeros((8, 4), np.float32)}
     last |= {"terminated": np.zeros((8, 4), bool), "age": np.full((8, 4), 100, np.int32)}

@@ -108,7 +108,7 @@ class Task:
     def __init__(self, script: ModuleType, seed: int):
         flags = {"gamma": GAMMA, "learning_rate": LEARNING_RATE, "batch_size": BATCH_SIZE, "temperature": 0.1}
         args = twin(qdagger.Args(seed=seed, **flags), script)
-        hardware = script.choose_hardware(args)
+        hardware = script.Hardware.choose(args)
         size = STEPS * NUM_ENVS
         self.envs = Corridors(np.random.default_rng(seed))
         self.best_action = self.envs.meanings.argmin(axis=1)

@@ -70,8 +70,6 @@ class Recorder:
         self.script = script
         self.has_teacher = script in (qdagger, qdagger_jax)
         self.args = twin(tiny(teacher, **flags), script)
-        if not self.has_teacher:
-            self.args.eval_frequency = flags["online_eval_frequency"]
         self.offline_steps = self.args.offline_steps if self.has_teacher else 0
         # The first online step with updates: at least one transition is in the replay buffer.
         starts = max(self.args.learning_starts, (self.args.n_step + 1) * self.args.num_envs)
@@ -354,18 +352,14 @@ def test_evaluations(run: Recorder) -> None:
     due = []
     expected: list[Any] = ["checkpoint with NoneType"]
     if run.has_teacher:
-        frequency = args.online_eval_frequency
         expected += [(name, args.teacher_eval_episodes, "", 0) for name in ("teacher", "random")]
         expected.append("checkpoint with Replay")  # the teacher data
         steps = {*range(0, run.offline_steps, args.offline_eval_frequency), run.offline_steps} - {0}
         due += [(f"offline {i}", "teacher data", i) for i in sorted(steps)]
-    else:
-        frequency = args.eval_frequency
-        expected.append(("random", args.eval_episodes, "", 0))
-    for i in range(n, args.total_timesteps, n):
-        if multiples(frequency, i - n, i):
-            updates_before = run.offline_steps + multiples(args.train_frequency, run.first_update, i)
-            due.append((f"online {i}", "online", updates_before))
+        for i in range(n, args.total_timesteps, n):
+            if multiples(args.online_eval_frequency, i - n, i):
+                updates_before = run.offline_steps + multiples(args.train_frequency, run.first_update, i)
+                due.append((f"online {i}", "online", updates_before))
     for name, during, updates_before in due:
         expected.append(f"{args.exp_name}-{name.replace(' ', '-')}.cleanrl_model")
         expected += ["checkpoint with Replay", (name, args.eval_episodes, during, updates_before)]
@@ -489,8 +483,6 @@ def test_curves(run: Recorder) -> None:
             name, _, number = each.phase.partition(" ")
             at = int(number or 0) + {"online": offline_steps, "final": offline_steps + step}.get(name, 0)
             log(f"charts/{name}/avg_episodic_return", np.mean(each.returns), at)
-            for other in ("teacher", "random") if name == "final" and run.has_teacher else ():  # again
-                log(f"charts/{other}/avg_episodic_return", np.mean(run.of("evaluate", other)[0].returns), at)
             for i, episodic_return in enumerate(each.returns if name == "final" else []):
                 log("eval/episodic_return", episodic_return, at + i)
         elif each.call == "update":

@@ -119,6 +119,10 @@ class Rollout:
             for env, episodes in enumerate(self.episodes):
                 episodes[-1].truncate()
                 episodes.append(Episode(frame(env, self.steps)))
+            saved = self.replay
+            self.replay = make_replay(self.script, saved.size, self.num_envs, self.n_step)
+            self.replay.write(0, saved.read(0, self.length))
+            self.replay.steps_added = saved.steps_added
             return self.replay.truncate_episodes()
         n = self.num_envs
         t = self.steps

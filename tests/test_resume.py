@@ -79,9 +79,7 @@ def evaluations(
 
 def args_of(script: Any, teacher: Path, **changes: Any) -> Any:
     """Return the flags of a small run of any script."""
-    args = tiny(teacher, **(SMALL | changes))
-    other = twin(args, script)
-    return other if script in QDAGGER else dataclasses.replace(other, eval_frequency=args.online_eval_frequency)
+    return twin(tiny(teacher, **(SMALL | changes)), script)
 
 
 def stop(script: Any, args: Any, number: int = signal.SIGTERM, **counters: int) -> Path:
@@ -147,7 +145,7 @@ def test_resumed_run_equals_whole_run(
     run_dir = stop(script, args_of(script, teacher), number, **counters)
     resume(script, run_dir)
     assert results(run_dir) == expected
-    assert set(evaluations) == set(EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
+    assert set(evaluations) == set(EVALUATIONS if script in QDAGGER else ["final"])
     assert not (run_dir / "checkpoint").exists()
     with pytest.raises(UserError, match="finished"):
         resume(script, run_dir)
@@ -212,7 +210,8 @@ def stop_in_evaluation(script: Any, args: Any, name: str, number: int) -> Path:
 
 IN_EVALUATIONS = [(qdagger, "random", signal.SIGINT), (qdagger, "offline 50", signal.SIGTERM)]
 IN_EVALUATIONS += [(qdagger, "offline 100", USR1), (qdagger, "final", signal.SIGTERM)]
-IN_EVALUATIONS += [(script, "online 102", signal.SIGTERM) for script in NETWORKS]
+IN_EVALUATIONS += [(script, "online 102", signal.SIGTERM) for script in QDAGGER]
+IN_EVALUATIONS += [(script, "final", signal.SIGTERM) for script in (dqn_atari, dqn_atari_jax)]
 
 
 @pytest.mark.parametrize(("script", "name", "number"), IN_EVALUATIONS)
@@ -228,7 +227,7 @@ def test_signal_in_an_evaluation(
     run_dir = stop_in_evaluation(script, args_of(script, teacher), name, number)
     resume(script, run_dir)
     found_scalars, found_models = results(run_dir)
-    assert list(dict.fromkeys(evaluations)) == (EVALUATIONS if script in QDAGGER else ["random", *EVALUATIONS[-3:]])
+    assert list(dict.fromkeys(evaluations)) == (EVALUATIONS if script in QDAGGER else ["final"])
     if name == "online 102":
         assert_same_steps(run_dir, scalars)
         tag = "charts/online/avg_episodic_return"

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import qdagger_dqn_atari_impalacnn as qdagger
 import torch
-import torch.nn.functional as F
 from helpers import AGENTS, SmallNetwork, cpu, random_batch, random_step, spread, torch_losses
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,27 +93,6 @@ def test_q_values(network_class: type[torch.nn.Module], channels_last: bool) -> 
     assert expected.std() > 0.1
     np.testing.assert_allclose(q_values.detach().numpy(), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     np.testing.assert_array_equal(tensor.numpy(), observation)
-
-
-CHANGES = [{"stride": 2}, {"padding": 2}, {"padding_mode": "circular"}, {"groups": 2}, {"groups": 4}, {"bias": False}]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("gpu", [False, True])
-def test_edited_convolution(change: dict[str, Any], gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It computes as it is declared, also with the channels of zeros that it has on a GPU in bfloat16."""
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: gpu and device_type == "cuda")
-    sequence = qdagger.QNetwork(6).network[0]
-    declared = torch.nn.Conv2d(4, 16, 3, **({"padding": 1} | change))
-    sequence.conv = type(sequence.conv)(4, 16, 3, **({"padding": 1} | change))
-    sequence.conv.load_state_dict(declared.state_dict())
-    x = torch.randn(2, 4, 84, 84)
-    expected = sequence.res_block1(sequence.res_block0(F.max_pool2d(declared(x), 3, 2, 1)))
-    channels = []
-    conv2d = F.conv2d
-    monkeypatch.setattr(F, "conv2d", lambda x, *args, **kw: channels.append(x.shape[1]) or conv2d(x, *args, **kw))
-    torch.testing.assert_close(sequence(x), expected)
-    assert channels[0] == (8 if gpu and "groups" not in change else 4)
 
 
 @every_network
