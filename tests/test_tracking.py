@@ -48,10 +48,12 @@ def log(writer: Writer | Run, steps: range) -> None:
 
 
 def test_run_directories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs that start in the same second have directories of their own."""
-    monkeypatch.setattr(time, "time", lambda: 10**9)
+    """A run has a directory of its own: the same command in the same second is refused."""
+    monkeypatch.setattr(time, "time", lambda: 10**9 + 0.5)
     args = qdagger.Args(env_id="ALE/Pong-v5", exp_name="test")
-    assert {make_run_dir(args).name for _ in range(3)} == {f"ALE-Pong-v5__test__1__{10**9 + i}" for i in range(3)}
+    assert make_run_dir(args) == Path("runs/ALE-Pong-v5__test__1__1000000000")
+    with pytest.raises(UserError, match="File exists"):
+        make_run_dir(args)
 
 
 # ==================== event files ====================
@@ -101,8 +103,8 @@ def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture) -> None:
 
 def test_only_finite_values_are_logged() -> None:
     """A NaN or infinite value ends the run with a line about divergence; the points before it are written."""
-    for value in (np.nan, -np.inf, np.float32(np.inf)):
-        with Run(qdagger.Args()) as run:
+    for seed, value in enumerate((np.nan, -np.inf, np.float32(np.inf))):
+        with Run(qdagger.Args(seed=seed)) as run:
             run.log("x", np.float32(3), 1)
             with pytest.raises(UserError, match="diverged"):
                 run.log("x", value, 2)
