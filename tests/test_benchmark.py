@@ -211,13 +211,14 @@ def test_gpus_are_found_and_shared(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_slurm_job_trains_its_seed_and_is_queued_again_after_the_time_limit():
     """With programs in place of Slurm's: the time limit's signal reaches the processes of srun, not the job's shell."""
-    program("srun", 'echo "$SRUN_CPUS_PER_TASK" >>srun.txt\n"$@" & echo $! >runner.txt\nwait $!')
+    group = 'python3 -c "import os, sys; os.setsid(); os.execvp(sys.argv[1], sys.argv[1:])"'
+    program("srun", f'echo "$SRUN_CPUS_PER_TASK" >>srun.txt\n{group} "$@" & echo $! >runner.txt\nwait $!')
     program("scontrol", 'echo "$*" >>scontrol.txt')
     job = [str(REPO / "benchmark" / "slurm.sh"), "--env-ids", "Pong", "--command", f"{FAKE} --steps 60 --save-every 0"]
     slurm = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPUS_PER_TASK": "5"}
     stopped = subprocess.Popen(job, env=os.environ | slurm)
     eventually(lambda: done("Pong", 3) > 7)
-    os.kill(int(Path("runner.txt").read_text()), signal.SIGUSR2)
+    os.killpg(int(Path("runner.txt").read_text()), signal.SIGUSR2)  # the runner and its run
     assert stopped.wait(60) == 128 + signal.SIGUSR2
     assert Path("scontrol.txt").read_text() == "requeue 7_3\n"
     assert subprocess.run(job, env=os.environ | slurm).returncode == 0

@@ -100,12 +100,14 @@ def test_learning_with_and_without_graphs(script: Any, graphs: list[RecordedGrap
     ("one", "other"), [(torch.arange(3.0), torch.ones(1)), (torch.ones(3), torch.arange(3)), (1, 0.5)]
 )
 def test_arguments_of_other_shapes_and_types(one: Any, other: Any, graphs: list[RecordedGraph]) -> None:
-    """They are neither broadcast to the shape nor rounded to the type of those in a captured graph."""
+    """They are neither broadcast to the shape nor rounded to the type of those in a captured graph, nor changed."""
     graphed = cuda_graph(lambda x: x * 2, torch.Generator(), True)
-    for x in [one] * 5 + [other] * 5:
+    before = torch.as_tensor(one).clone()
+    for x in [one] * 5 + [other] * 5 + [one + 1]:
         doubled = graphed(x)
         assert doubled.dtype == torch.as_tensor(x).dtype
         assert torch.equal(doubled, torch.as_tensor(x) * 2)
+    assert torch.equal(torch.as_tensor(one), before)
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.14.0"])
