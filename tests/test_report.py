@@ -205,7 +205,7 @@ def test_iqm_and_interval_of_the_published_results() -> None:
 
 
 def test_runs_without_a_teacher_are_normalised_by_that_of_the_game(tmp_path: Path) -> None:
-    """DQN's runs have none. A single run has no interval; and without a better teacher, there is no normalised return."""
+    """DQN's runs have none. A single run has no interval. Without a better teacher, no return is normalised."""
     write_run(tmp_path, 1, {EVALUATION: [(0, 1.0)], TEACHER: [(0, 11.0)], RANDOM: [(0, 1.0)]})
     write_run(tmp_path, 1, {EVALUATION: [(0, 6.0)]}, script="dqn")
     write_run(tmp_path, 1, {EVALUATION: [(0, 6.0)]}, "BreakoutNoFrameskip-v4", "dqn")
