@@ -56,6 +56,7 @@ OTHERS = {
 }
 FULL_SIZE = "2,500,000 steps"
 EMBEDDED = "embedded student"
+STRONG_TEACHER = "teachers/BreakoutNoFrameskip-v4-qdagger_dqn_atari_impalacnn-seed3"
 LABELS = {
     "qdagger-2.5M": FULL_SIZE,
     "embedded": EMBEDDED,
@@ -223,9 +224,13 @@ def figures(runs: pd.DataFrame) -> dict[str, tuple[Callable[[Any, pd.DataFrame],
     qdagger = longer(runs).assign(exp_name=QDAGGER_LEGEND)
     scratch = runs[runs.exp_name == FROM_SCRATCH].assign(exp_name="from scratch, 58,000 steps")
     full_size = runs[runs.exp_name == FULL_SIZE].assign(exp_name="QDagger")
+    strong = runs[runs.command.str.contains(STRONG_TEACHER) & (runs.exp_name == EMBEDDED)]
+    library = np.where(strong.command.str.contains("_jax_"), "JAX", "PyTorch")
+    strong = strong.assign(exp_name=[f"{name}, seed {seed}" for name, seed in zip(library, strong.seed, strict=True)])
     return {
         "results": (draw_curves, pd.concat([qdagger, scratch]).sort_values(KEY)),
         "variants": (draw_variants, runs[~runs.exp_name.isin([FULL_SIZE, EMBEDDED])]),
+        "strong": (draw_curves, strong),
         "long": (draw_curves, full_size),
     }
 
