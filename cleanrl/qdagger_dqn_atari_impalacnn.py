@@ -295,7 +295,7 @@ class Replay:
         )
         slot = self.steps_added % self.length
         for array, value in zip(self.ring, record, strict=True):
-            array[slot].copy_(to_device(value, array.device), non_blocking=True)
+            array[slot] = to_device(value, array.device)
         self.age = np.where(result.reset, 0, self.age + 1).astype(np.int32)
         self.steps_added += 1
 

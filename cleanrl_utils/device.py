@@ -161,13 +161,12 @@ class JaxHardware(NamedTuple):
         return cls(device, dtype)
 
 
-def to_device(array: "np.ndarray | torch.Tensor", device: "torch.device") -> "torch.Tensor":
+def to_device(array: "np.ndarray", device: "torch.device") -> "torch.Tensor":
     """Return an array as a tensor on a device: on a CPU with the same memory, on a GPU as an asynchronous copy."""
     import torch
 
-    tensor = torch.as_tensor(array)
-    is_copied = device.type == "cuda" and not tensor.is_cuda
-    return tensor.pin_memory().to(device, non_blocking=True) if is_copied else tensor
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class CudaGraph:
