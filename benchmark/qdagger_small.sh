@@ -1,5 +1,5 @@
 #!/bin/sh
-# The runs of docs/results.md: students of the embedded teachers, ablations and training from scratch.
+# Most runs of docs/results.md: students of the embedded teachers, ablations and training from scratch.
 # On one core of an AMD EPYC with AVX512-BF16, 50,000 online steps take about 30 minutes in PyTorch and an hour in JAX.
 # Arguments are passed to the runner. `only=REGEX benchmark/qdagger_small.sh` selects runs by "{game} {exp_name}".
 set -eu
@@ -12,7 +12,7 @@ breakout=teachers/BreakoutNoFrameskip-v4-dqn_atari-seed1
 beam_rider=teachers/BeamRiderNoFrameskip-v4-dqn_atari-seed1
 # The training of this teacher was stopped after 1.1 million steps in the results.
 ppo=runs/BreakoutNoFrameskip-v4__ppo_teacher__1
-# The teacher of the second generation is the best student of Pong.
+# The teacher of the second generation is a student of Pong.
 student="runs/PongNoFrameskip-v4__${torch}__2__*"
 
 taught="--offline-steps 2000 --total-timesteps 50000"
