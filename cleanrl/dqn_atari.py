@@ -143,9 +143,9 @@ class Record(NamedTuple):
     frame: torch.Tensor  # uint8 (…, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: torch.Tensor  # uint8
     reward: torch.Tensor  # float32, clipped to [−1, 1]
-    terminated: torch.Tensor  # bool, a life was lost or the game ended
+    terminated: torch.Tensor  # bool, a life was lost or the episode ended
     age: torch.Tensor  # int32, steps since the reset of the episode: a stack has no frames from before it
-    valid: torch.Tensor  # bool, False where no transition starts: at the end of an episode, and of a stopped run
+    valid: torch.Tensor  # bool, False at the final observation of an episode or stopped run: no transition starts there
 
 
 class Batch(NamedTuple):
@@ -210,7 +210,7 @@ class Replay:
         return {name: array[low:high].cpu().numpy() for name, array in self.ring._asdict().items()}
 
     def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
-        """Write what :meth:`read` returned to the slots from ``low`` on."""
+        """Write arrays, as :meth:`read` returns them, to the slots from ``low`` on."""
         for name, array in self.ring._asdict().items():
             array[low : low + len(arrays[name])].copy_(torch.from_numpy(arrays[name]))
 
@@ -350,7 +350,7 @@ class Agent:
             target.copy_(online)
 
     def save(self, path: Path) -> None:
-        """Save the Q-network's state dict; raise a UserError if it has NaN values."""
+        """Save the Q-network's state dict; raise a UserError if it has NaN or infinite values."""
         save_torch(path, self.q_network.state_dict())
 
     def dump(self) -> bytes:

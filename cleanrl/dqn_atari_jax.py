@@ -128,9 +128,9 @@ class Record(NamedTuple):
     frame: jax.Array  # uint8 (…, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8
     reward: jax.Array  # float32, clipped to [−1, 1]
-    terminated: jax.Array  # bool, a life was lost or the game ended
+    terminated: jax.Array  # bool, a life was lost or the episode ended
     age: jax.Array  # int32, steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool, False where no transition starts: at the end of an episode, and of a stopped run
+    valid: jax.Array  # bool, False at the final observation of an episode or stopped run: no transition starts there
 
 
 class Batch(NamedTuple):
@@ -194,7 +194,7 @@ class Replay:
         return ring._asdict()
 
     def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
-        """Write what :meth:`read` returned to the slots from ``low`` on."""
+        """Write arrays, as :meth:`read` returns them, to the slots from ``low`` on."""
         self.ring = write_slots(self.ring, low, Record(**arrays))
 
     def truncate_episodes(self) -> None:
@@ -327,7 +327,7 @@ class Agent:
         batch = sample(ring, low, high, args.batch_size, sample_key, args.n_step, args.gamma)
         target_q_values = self.q_network.apply(state.target_params, batch.bootstrap_observation)
         gradients, losses = jax.grad(dqn_loss, has_aux=True)(state.params, self.q_network, target_q_values, batch)
-        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state)
+        updates, optimizer_state = self.optimizer.update(gradients, state.optimizer_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
 
@@ -337,7 +337,7 @@ class Agent:
         self.state = self.state._replace(target_params=target_params)
 
     def save(self, path: Path) -> None:
-        """Save the variables of the Q-network; raise a UserError if one is NaN."""
+        """Save the variables of the Q-network; raise a UserError if one is NaN or infinite."""
         save_flax(path, self.state.params)
 
     def dump(self) -> bytes:

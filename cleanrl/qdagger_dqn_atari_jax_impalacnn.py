@@ -122,7 +122,7 @@ class Args:
     online_learning_rate: Annotated[float | None, Range(1e-12, 1000)] = None
     """the learning rate of the online phase, to which the offline one is annealed linearly; by default the same"""
     final_learning_rate: Annotated[float | None, Range(1e-12, 1000)] = None
-    """the learning rate at λ = 0, annealed with λ in the online phase (authors: 1e-5); by default constant"""
+    """the learning rate at λ = 0, annealed online like λ, also if λ stays 0 (authors: 1e-5); by default constant"""
     warmup_updates: Annotated[int, Range(0)] = 0
     """updates of linear learning rate warmup; try 300 with a large learning rate"""
 
@@ -247,9 +247,9 @@ class Record(NamedTuple):
     frame: jax.Array  # uint8 (…, 84, 84), the newest of each observation; stacks of 4 are built when sampling
     action: jax.Array  # uint8
     reward: jax.Array  # float32, clipped to [−1, 1]
-    terminated: jax.Array  # bool, a life was lost or the game ended
+    terminated: jax.Array  # bool, a life was lost or the episode ended
     age: jax.Array  # int32, steps since the reset of the episode: a stack has no frames from before it
-    valid: jax.Array  # bool, False where no transition starts: at the end of an episode, and of a stopped run
+    valid: jax.Array  # bool, False at the final observation of an episode or stopped run: no transition starts there
     teacher_q_values: jax.Array  # float32 (…, num_actions), computed once: a step is sampled often
 
 
@@ -319,7 +319,7 @@ class Replay:
         return ring._asdict()
 
     def write(self, low: int, arrays: dict[str, np.ndarray]) -> None:
-        """Write what :meth:`read` returned to the slots from ``low`` on."""
+        """Write arrays, as :meth:`read` returns them, to the slots from ``low`` on."""
         self.ring = write_slots(self.ring, low, Record(**arrays))
 
     def truncate_episodes(self) -> None:
@@ -506,7 +506,7 @@ class Student:
                 params, self.q_network, target_q_values[i], batches[i], distill_coefficient, args.temperature
             )
             optimizer_state.hyperparams["learning_rate"] = learning_rate  # in a dict of this trace
-            updates, optimizer_state = self.optimizer.update(gradients, optimizer_state)
+            updates, optimizer_state = self.optimizer.update(gradients, optimizer_state, params)
             params = optax.apply_updates(params, updates)
         return TrainState(params, state.target_params, optimizer_state, key), losses
 
@@ -516,7 +516,7 @@ class Student:
         self.state = self.state._replace(target_params=target_params)
 
     def save(self, path: Path) -> None:
-        """Save the variables of the Q-network; raise a UserError if one is NaN."""
+        """Save the variables of the Q-network; raise a UserError if one is NaN or infinite."""
         save_flax(path, self.state.params)
 
     def dump(self) -> bytes:
@@ -529,6 +529,9 @@ class Student:
         for old, new in zip(jax.tree.leaves(self.state), jax.tree.leaves(state), strict=True):
             if old.shape != new.shape:
                 raise ValueError(f"an array has shape {new.shape}, now it is {old.shape}")
+        # The settings of the optimizer follow from flags and script.
+        settings = self.state.optimizer_state.hyperparams
+        state = state._replace(optimizer_state=state.optimizer_state._replace(hyperparams=settings))
         self.state = jax.device_put(state, self.device)
 
 
@@ -552,7 +555,7 @@ def linear_schedule(start: float, end: float, duration: float, step: int) -> flo
     return start + (end - start) * min(step / duration, 1.0)
 
 
-def learning_rate_at(update: int, share: float, args: Args) -> float:
+def learning_rate_at(update: int, args: Args, share: float = 1.0) -> float:
     """Compute the learning rate of an update, counted from the first offline one, at this share of λ."""
     warmup = linear_schedule(0.0, 1.0, args.warmup_updates, update + 1)
     online_rate = args.online_learning_rate or args.learning_rate
@@ -589,7 +592,7 @@ def log_losses(run: Run, phase: str, losses: Losses, step: int) -> None:
 def set_up(args: Args) -> tuple[Args, Hardware]:
     """Choose the hardware and check the flags; return the flags that the run uses and the hardware."""
     hardware = Hardware.choose(args)
-    one_step = Replay(size=1, num_envs=1, num_actions=18, n_step=args.n_step, hardware=hardware)
+    one_step = Replay(size=1, num_envs=1, num_actions=18, n_step=args.n_step, hardware=hardware)  # no game has more
     return check_args(args, hardware.device, step_bytes=sum(array.nbytes for array in one_step.ring)), hardware
 
 
@@ -631,7 +634,7 @@ def main(args: Args) -> None:
         mean_return = evaluate(f"{phase} {step}", student, args.eval_episodes, args.end_e)
         run.log(f"charts/{phase}/avg_episodic_return", mean_return, global_step)
 
-    with run:  # a checkpoint of a resumed run is restored here; in the phases, a signal ends it after a checkpoint
+    with run:  # restores student, rng and progress of a resumed run, in place; a signal ends it after a checkpoint
         # ==================== evaluate teacher and random policy ====================
         for name, epsilon in (("teacher", args.end_e), ("random", 1.0)):  # at epsilon 1, the network does not matter
             if name not in progress.returns:
@@ -664,18 +667,18 @@ def main(args: Args) -> None:
                 run.save(replay)
 
             # ==================== offline: learn from the teacher's data ====================
-            # A divisor of all these: logs, evaluations and updates of the target network come between two calls.
-            at_once = math.gcd(UPDATES_PER_CALL, LOG_EVERY, args.target_network_frequency, args.offline_eval_frequency)
+            # A divisor of all these: evaluations and updates of the target network come between two calls.
+            at_once = math.gcd(UPDATES_PER_CALL, args.target_network_frequency, args.offline_eval_frequency)
             for step in run.steps("offline", "update", range(progress.offline_update, args.offline_steps, at_once)):
                 if step > 0 and step % args.offline_eval_frequency == 0:
                     evaluate_student("offline", step, step, replay)
                 updates = range(step, min(step + at_once, args.offline_steps))
-                learning_rates = [learning_rate_at(i, 1.0, args) for i in updates]
+                learning_rates = [learning_rate_at(i, args) for i in updates]
                 losses = student.update(replay, args.distill_coefficient, learning_rates)
                 if updates.stop % args.target_network_frequency == 0:
                     student.update_target(args.tau)
                 progress.offline_update = updates.stop
-                if updates.stop % LOG_EVERY == 0:  # seldom, since reading a value synchronises with a GPU
+                if times_due(step, updates.stop, LOG_EVERY):  # seldom, since reading a value synchronises with a GPU
                     log_losses(run, "offline", losses, updates.stop)
                     run.log("charts/offline/updates_per_second", run.steps_per_second, updates.stop)
                 run.save_if_due(replay)
@@ -709,7 +712,7 @@ def main(args: Args) -> None:
                     first = args.offline_steps + progress.online_update
                     updates = range(first, first + times_due(step, next_step, args.train_frequency))
                     if updates:
-                        learning_rates = [learning_rate_at(i, share, args) for i in updates]
+                        learning_rates = [learning_rate_at(i, args, share) for i in updates]
                         losses = student.update(replay, distill_coefficient, learning_rates)
                         progress.online_update += len(updates)
                     # More than one may be due if the frequency is below num_envs; with tau = 1, one would do.

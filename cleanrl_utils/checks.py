@@ -112,7 +112,8 @@ def check_memory(args: Any, device: Any, step_bytes: int) -> None:
     sizes = {"batch_size": BATCHES * args.batch_size * transition_bytes}
     # The teacher's replay buffer and the student's never exist at once.
     for name in replay_buffers(args):
-        sizes[name] = sizes["batch_size"] + getattr(args, name) * step_bytes
+        if args.resume is None or name != "teacher_steps":  # a resumed run may be past that phase
+            sizes[name] = sizes["batch_size"] + getattr(args, name) * step_bytes
     for name, size in sizes.items():
         if size > available:
             needs = f"{flag(name)} {getattr(args, name):,} needs {size / 1e9:.2f} GB of memory"

@@ -364,6 +364,12 @@ def test_flags_that_cannot_work(changes: dict, message: str, teacher: Path, monk
         assert message in refuse(dqn_atari, twin(tiny(teacher, **changes), dqn_atari))
 
 
+def test_memory_of_a_resumed_run() -> None:
+    """It may be past the phase that needs the teacher's data."""
+    args = qdagger.Args(resume="runs/x", teacher_steps=10**10, buffer_size=1000)
+    assert qdagger.set_up(args)[0] == args
+
+
 def test_wrong_setting_of_wandb(tmp_path: Path) -> None:
     """The real W&B refuses it, here a mode that it lacks."""
     result = run_script(DQN, tmp_path, "--env-id", GAME, "--buffer-size", 1000, "--track", WANDB_MODE="ofline")

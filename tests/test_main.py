@@ -452,7 +452,7 @@ def test_coefficients_of_updates(run: Recorder) -> None:
             assert losses["loss"] == pytest.approx(losses["td_loss"] + coefficient * losses["distill_loss"], rel=1e-4)
             numbers = range(updates, updates + each.steps)
             rates = [
-                run.script.learning_rate_at(number, coefficient / run.args.distill_coefficient, run.args)
+                run.script.learning_rate_at(number, run.args, coefficient / run.args.distill_coefficient)
                 for number in numbers
             ]
             assert each.learning_rates == pytest.approx(rates, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import os
 import shlex
 import shutil
@@ -291,6 +292,18 @@ def test_optimizer() -> None:
             array = restored.optimizer.state[other][name]
             assert torch.equal(array, saved.optimizer.state[parameter][name])
             assert array.stride() == other.stride()
+
+
+def test_optimizer_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restored optimizer has the saved averages, and settings of its own."""
+    saved = qdagger_jax.Student(qdagger_jax.Args(seed=1), 4, cpu(qdagger_jax))
+    saved.state = saved.state._replace(optimizer_state=jax.tree.map(lambda x: x + 1, saved.state.optimizer_state))
+    monkeypatch.setattr(optax, "adam", functools.partial(optax.adam, eps=0.25))
+    restored = qdagger_jax.Student(qdagger_jax.Args(seed=2), 4, cpu(qdagger_jax))
+    restored.load(saved.dump())
+    optimizer_state = restored.state.optimizer_state
+    assert optimizer_state.hyperparams["eps"] == 0.25
+    jax.tree.map(np.testing.assert_array_equal, optimizer_state.inner_state, saved.state.optimizer_state.inner_state)
 
 
 @pytest.mark.parametrize("script", QDAGGER, ids=lambda script: script.__name__)

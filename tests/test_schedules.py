@@ -75,7 +75,7 @@ def test_learning_rate_is_the_formula_in_both_scripts(update: int, share: float,
     expected = target if online else args.learning_rate + update / args.offline_steps * (target - args.learning_rate)
     expected *= min((update + 1) / args.warmup_updates, 1) if args.warmup_updates else 1
     for script in (qdagger, qdagger_jax):
-        found = script.learning_rate_at(update, share, script.Args(**flags))
+        found = script.learning_rate_at(update, script.Args(**flags), share)
         assert found == pytest.approx(expected, rel=1e-9)
 
 
