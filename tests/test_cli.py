@@ -364,10 +364,12 @@ def test_flags_that_cannot_work(changes: dict, message: str, teacher: Path, monk
         assert message in refuse(dqn_atari, twin(tiny(teacher, **changes), dqn_atari))
 
 
-def test_memory_of_a_resumed_run() -> None:
-    """It may be past the phase that needs the teacher's data."""
+def test_sizes_of_a_resumed_run() -> None:
+    """It may be past the phase that needs the teacher's data. Its number of environments does not change."""
     args = qdagger.Args(resume="runs/x", teacher_steps=10**10, buffer_size=1000)
     assert qdagger.set_up(args)[0] == args
+    with pytest.raises(UserError, match="--buffer-size is 40; --num-envs 16 "):
+        qdagger.set_up(dataclasses.replace(args, buffer_size=40))
 
 
 def test_wrong_setting_of_wandb(tmp_path: Path) -> None:
