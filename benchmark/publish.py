@@ -56,6 +56,7 @@ OTHERS = {
 }
 FULL_SIZE = "2,500,000 steps"
 EMBEDDED = "embedded student"
+JAX_SCRIPT = "qdagger_dqn_atari_jax_impalacnn.py"
 STRONG_TEACHER = "teachers/BreakoutNoFrameskip-v4-qdagger_dqn_atari_impalacnn-seed3"
 LABELS = {
     "qdagger-2.5M": FULL_SIZE,
@@ -171,7 +172,8 @@ def table_of_embedded(runs: pd.DataFrame) -> str:
         returns = ", ".join(f"{step:,}: {value:,.1f}" for step, (value,) in evaluations(runs.loc[[run.Index]]).items())
         steps = [f"{run.offline_updates:,}", f"{run.online_steps:,}"]
         final = f"{run.final_return:,.1f} ± {run.final_standard_error:,.1f}"
-        rows.append([run.game, str(run.seed), f"{run.teacher_return:,.1f}", final, *steps, returns])
+        seed = f"{run.seed}, JAX" if JAX_SCRIPT in run.command else str(run.seed)
+        rows.append([run.game, seed, f"{run.teacher_return:,.1f}", final, *steps, returns])
     head = "Game | Seed | Teacher | Student ± standard error | Offline updates | Online steps"
     return markdown(f"{head} | Student by online steps", rows)
 
@@ -225,7 +227,7 @@ def figures(runs: pd.DataFrame) -> dict[str, tuple[Callable[[Any, pd.DataFrame],
     scratch = runs[runs.exp_name == FROM_SCRATCH].assign(exp_name="from scratch, 58,000 steps")
     full_size = runs[runs.exp_name == FULL_SIZE].assign(exp_name="QDagger")
     strong = runs[runs.command.str.contains(STRONG_TEACHER) & (runs.exp_name == EMBEDDED)]
-    library = np.where(strong.command.str.contains("_jax_"), "JAX", "PyTorch")
+    library = np.where(strong.command.str.contains(JAX_SCRIPT, regex=False), "JAX", "PyTorch")
     strong = strong.assign(exp_name=[f"{name}, seed {seed}" for name, seed in zip(library, strong.seed, strict=True)])
     return {
         "results": (draw_curves, pd.concat([qdagger, scratch]).sort_values(KEY)),
