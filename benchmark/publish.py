@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import tyro
 
+from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.report import (
     COLORS,
     KEY,
@@ -242,6 +243,8 @@ def main(args: Args) -> None:
     if args.paths:
         added = read_runs(args.paths)
         added["exp_name"] = args.exp_name or added.exp_name
+        if added.duplicated(KEY).any():
+            raise UserError(f"several runs of a game and seed would be {args.exp_name}; give the directory of one")
         runs = pd.concat([runs, added]).drop_duplicates(KEY, keep="last").sort_values(KEY)
     write_results(runs, BENCHMARK)
     published = labelled(read_results())  # rounded, as in results.csv
@@ -252,4 +255,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    with one_line_errors():
+        main(tyro.cli(Args))

@@ -86,8 +86,6 @@ def measure(script: Path, args: Args, flags: list[str]) -> tuple[list[float], st
     online = [event for event in events.Scalars("charts/SPS") if event.step > first_update]
     speeds = [events.Scalars("charts/teacher/SPS")[0].value]
     for points in (offline, online):
-        if len(points) < 2:
-            raise UserError(f"{script} logged fewer than two points of a phase; raise --offline-steps, --online-steps")
         speeds.append((points[-1].step - points[0].step) / (points[-1].wall_time - points[0].wall_time))
     return speeds, next((line for line in run.stdout.splitlines() if line.startswith("device: ")), "device: unknown")
 
@@ -107,6 +105,8 @@ def processor() -> str:
 
 
 def main(args: Args, flags: list[str]) -> None:
+    if args.offline_steps < 200 or args.online_steps < 300:  # the scripts log a point every 100
+        raise UserError("--offline-steps must be at least 200 and --online-steps at least 300")
     flags = [str(Path(word).resolve()) if Path(word).exists() else word for word in flags]  # runs have another folder
     scripts = [args.script or ROOT / "cleanrl" / f"{STEMS[args.backend]}.py", *filter(None, [args.against])]
     for script in scripts:

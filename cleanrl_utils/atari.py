@@ -14,8 +14,6 @@ MAX_FRAMES = 108_000  # 30 minutes at 60 frames/s, after which an episode is tru
 NOOP_MAX = 30
 FRAME_SKIP = 4
 LIST_GAMES = 'python -c "import ale_py, gymnasium; gymnasium.pprint_registry()"'
-
-
 # The uses of random numbers, by which the seed of a run gives independent streams. NumPy takes (seed, 0) for `seed`.
 STREAMS = {"teacher data": 1, "online": 2, "evaluation": 3, "evaluation actions": 4, "video": 5}
 

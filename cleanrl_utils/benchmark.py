@@ -96,7 +96,8 @@ class Job:
 
 def make_jobs(args: Args) -> list[Job]:
     """Return all runs in CleanRL's order: every environment with the first seed, then with the next."""
-    words = shlex.split(args.command)
+    with user_errors("--command can't be parsed", "correct its quotes", ValueError):
+        words = shlex.split(args.command)
     script = next((Path(word) for word in words if word.endswith(".py")), None)
     if script is None or not script.is_file():
         raise UserError(f'--command names no script in {Path.cwd()}; write "python cleanrl/dqn_atari.py"')

@@ -71,8 +71,7 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
     num_envs = args.num_envs
     while args.resume is None and num_envs > 1 and size_problem(args, num_envs):  # a resumed run has its own number
         num_envs //= 2
-    problem = size_problem(args, num_envs)
-    if problem:
+    if problem := size_problem(args, num_envs):
         raise UserError(problem)
     check_memory(args, device, step_bytes)
     if num_envs < args.num_envs:

@@ -40,7 +40,7 @@ def one_line_errors() -> Iterator[None]:
         if error.errno not in UNWRITABLE:
             raise
         problem = f"{error.filename or 'a file'} could not be opened or written ({error.strerror})"
-        print(f"error: {problem}; make room or allow it, and `--resume`", file=sys.stderr)
+        print(f"error: {problem}; make room or allow it, and start again, a training with `--resume`", file=sys.stderr)
         sys.exit(1)
 
 

@@ -48,12 +48,11 @@ def lock_run(run_dir: Path) -> FileLock:
     """
     path = run_dir / ".lock"
     path.touch()  # raises an error where the directory can't be written
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)  # a kill would leave a soft lock behind
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(f"--resume {run_dir}: this run is still running in another process; stop it first") from error
     except (OSError, NotImplementedError) as error:  # a file system without locks
-        problem = f"{run_dir} can't be locked ({one_line(error)})"
-        warn(f"{problem}; resume it only while no other process runs it")
+        warn(f"{run_dir} can't be locked ({one_line(error)}); resume it only while no other process runs it")
     return lock

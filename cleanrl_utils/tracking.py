@@ -34,18 +34,21 @@ def versions() -> str:
 
 
 def commit_of(script: Path) -> str:
-    """Return the git commit of a script, "a1b2c3d" or, if files were changed, "a1b2c3d-dirty"; "" without git."""
-    command = ["git", "-C", str(script.absolute().parent), "describe", "--always", "--dirty", "--exclude=*"]
+    """Return the git commit of a script, "" without git; "a1b2c3d-dirty" if files were changed or the script is new."""
+    git = ["git", "-C", str(script.absolute().parent)]
+    options = {"check": True, "capture_output": True, "text": True}
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run([*git, "describe", "--always", "--dirty", "--exclude=*"], **options).stdout.strip()
+        untracked = subprocess.run([*git, "ls-files", "--others", script.name], **options).stdout
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return f"{commit.removesuffix('-dirty')}-dirty" if untracked else commit
 
 
 def make_run_dir(args: Any) -> Path:
     """Make the directory of a new run, ``runs/{env_id}__{exp_name}__{seed}__{unix time}``; print and return it."""
     run_dir = Path("runs") / f"{args.env_id.replace('/', '-')}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    with user_errors(f"{run_dir.absolute()} can't be made", "use another folder", OSError):
+    with user_errors(f"{run_dir.absolute()} can't be made", "start again or use another folder", OSError):
         run_dir.mkdir(parents=True)
     print(f"run directory: {run_dir}", flush=True)
     return run_dir

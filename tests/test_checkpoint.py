@@ -197,9 +197,10 @@ def test_no_code_is_run(two: Path, small_networks: None, tmp_path: Path) -> None
 
 
 @pytest.mark.posix
-def test_file_system_without_locks(two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS])
+def test_file_system_without_locks(error: int, two: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A warning says so. test_resume.py has those with locks."""
-    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr("fcntl.flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
     lock_run(two)
     assert re.fullmatch(rf"WARNING: {two} can't be locked \(.*\); .*\n", capsys.readouterr().err)
 

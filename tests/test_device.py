@@ -175,8 +175,9 @@ def test_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_throughput(tmp_path: Path) -> None:
     """The benchmark measures all phases of a script and passes on its flags."""
-    flags = "--teacher-steps 200 --offline-steps 200 --online-steps 300 --num-envs 2 --batch-size 1 "
-    flags += "--train-frequency 32"
+    flags = "--teacher-steps 200 --offline-steps 200 --online-steps 300 --num-envs 8 --batch-size 1 "
+    game = "BreakoutNoFrameskip-v4"  # with shorter episodes than Pong
+    flags += f"--train-frequency 32 --env-id {game} --teacher-policy-hf-repo {ROOT}/teachers/{game}-dqn_atari-seed1"
     command = [sys.executable, ROOT / "benchmark" / "throughput.py", *flags.split()]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}  # on a busy machine, threads wait for each other
     run = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from cleanrl_utils import run as run_module
 from cleanrl_utils.checkpoint import Checkpoints
 from cleanrl_utils.errors import UserError, one_line_errors
 from cleanrl_utils.run import Run
-from cleanrl_utils.tracking import Writer, make_run_dir
+from cleanrl_utils.tracking import Writer, commit_of, make_run_dir
 
 Points = list[tuple[int, float]]
 RETURNS = {"random": [1.0, 2.0], "final": [3.0]}
@@ -54,6 +55,28 @@ def test_run_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_run_dir(args) == Path("runs/ALE-Pong-v5__test__1__1000000000")
     with pytest.raises(UserError, match="File exists"):
         make_run_dir(args)
+
+
+def test_commit(folder: Path) -> None:
+    """It is the commit of the script's checkout, and shows that files were changed or that the script is not in it."""
+
+    def git(*words: str) -> None:
+        options = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *options, *words], check=True, capture_output=True)
+
+    script = folder / "script.py"
+    script.write_text("x = 1")
+    assert commit_of(script) == ""
+    git("init")
+    git("add", ".")
+    git("commit", "--message=first")
+    commit = commit_of(script)
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    copy = folder / "copy.py"
+    copy.write_text("x = 2")
+    assert (commit_of(script), commit_of(copy)) == (commit, f"{commit}-dirty")
+    script.write_text("x = 3")
+    assert (commit_of(script), commit_of(copy)) == (f"{commit}-dirty", f"{commit}-dirty")
 
 
 # ==================== event files ====================
@@ -91,7 +114,7 @@ def test_a_log_that_cannot_be_written(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="1"):
         train()
     line = "error: a file could not be opened or written (No space left on device); make room or allow it, and "
-    assert capsys.readouterr().err.splitlines()[-1] == f"{line}`--resume`"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{line}start again, a training with `--resume`"
     run_dir = only(Path("runs").iterdir())
     with Run(qdagger.Args(resume=str(run_dir))) as run:
         log(run, range(10, 15))
