@@ -1,7 +1,7 @@
 #!/bin/bash
 # The benchmark runner in an array of Slurm jobs, whose numbers are the seeds:
 #     sbatch --array=1-3 --gpus=1 --cpus-per-task=8 --mem=32G benchmark/slurm.sh \
-#         --env-ids PongNoFrameskip-v4 --command "python cleanrl/qdagger_dqn_atari_impalacnn.py"
+#         --env-ids PongNoFrameskip-v4 --command "python cleanrl/qdagger_dqn_atari_impalacnn.py --n-step 3"
 # Submit it from the project's directory, with its Python environment activated. The same command again skips finished
 # runs and resumes the others.
 #SBATCH --ntasks=1 --time=24:00:00 --requeue --open-mode=append --output=slurm-%x-%A_%a.out
