@@ -47,7 +47,8 @@ LONGER = {
     "Breakout": "100,000 steps, final lr 1e-5",
     "Pong": "100,000 steps, final lr 1e-5",
 }
-LONGEST = "1,000,000 steps, ended early"
+ENDED_EARLY = "1,000,000 steps, ended early"
+LONG_SCRATCH = "from scratch (320,000 steps)"
 # https://docs.cleanrl.dev/rl-algorithms: DQN as teacher and QDagger in PyTorch and JAX, 10 million steps each; and the
 # paper's students after 2.5 million steps.
 OTHERS = {
@@ -68,11 +69,12 @@ LABELS = {
     "qdagger_dqn_atari_impalacnn-100k": "100,000 steps",
     "qdagger_dqn_atari_impalacnn-100k-final-1e-5": "100,000 steps, final lr 1e-5",
     "qdagger_dqn_atari_impalacnn-150k-final-1e-5": "150,000 steps, final lr 1e-5",
-    "qdagger_dqn_atari_impalacnn-1M-final-1e-5": LONGEST,
+    "qdagger_dqn_atari_impalacnn-1M-final-1e-5": ENDED_EARLY,
     "qdagger_dqn_atari_impalacnn-adam-1.5e-4": "Adam epsilon 1.5e-4",
     "qdagger_dqn_atari_impalacnn-buffer-10000": "replay buffer of 10,000",
     "qdagger_dqn_atari_impalacnn-demo": "16,000 steps, 1-step",
     "qdagger_dqn_atari_impalacnn-from-scratch": FROM_SCRATCH,
+    "qdagger_dqn_atari_impalacnn-from-scratch-320k": LONG_SCRATCH,
     "qdagger_dqn_atari_impalacnn-huber": "Huber loss",
     "qdagger_dqn_atari_impalacnn-kickstarting": "no offline phase",
     "qdagger_dqn_atari_impalacnn-latched": "λ never rises again",
@@ -87,6 +89,8 @@ LABELS = {
     "qdagger_dqn_atari_jax_impalacnn": "QDagger in JAX",
     "qdagger_dqn_atari_jax_impalacnn-ppo": "PPO as teacher, JAX",
 }
+# Neither in the table nor in the figure of variants: other sections, runs that ended at different steps, *longer*.
+NOT_COMPARED = [FULL_SIZE, EMBEDDED, LONG_SCRATCH, ENDED_EARLY, *LONGER.values()]
 
 
 @dataclass
@@ -120,11 +124,11 @@ def row_of(runs: pd.DataFrame, column: str = "final_return") -> list[str]:
 
 
 def table_of_variants(runs: pd.DataFrame) -> str:
-    """Format the table of all variants: first those in all games, then by IQM."""
+    """Format the table of variants: first those in all games, then by IQM."""
     after_offline = longer(runs).assign(
         exp_name="longer, after the offline phase", final_return=longer(runs).offline_return
     )
-    runs = pd.concat([longer(runs), after_offline, runs[runs.exp_name != EMBEDDED]])
+    runs = pd.concat([longer(runs), after_offline, runs[~runs.exp_name.isin(NOT_COMPARED)]])
     results = aggregates(runs)
     rows = []
     for name in sorted(results, key=lambda name: (-len(results[name][0]), -results[name][1][0])):
@@ -232,7 +236,7 @@ def figures(runs: pd.DataFrame) -> dict[str, tuple[Callable[[Any, pd.DataFrame],
     strong = strong.assign(exp_name=[f"{name}, seed {seed}" for name, seed in zip(library, strong.seed, strict=True)])
     return {
         "results": (draw_curves, pd.concat([qdagger, scratch]).sort_values(KEY)),
-        "variants": (draw_variants, runs[~runs.exp_name.isin([FULL_SIZE, EMBEDDED])]),
+        "variants": (draw_variants, pd.concat([longer(runs), runs[~runs.exp_name.isin(NOT_COMPARED)]])),
         "strong": (draw_curves, strong),
         "long": (draw_curves, full_size),
     }
