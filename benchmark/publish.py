@@ -234,6 +234,7 @@ def figures(runs: pd.DataFrame) -> dict[str, tuple[Callable[[Any, pd.DataFrame],
     strong = runs[runs.command.str.contains(STRONG_TEACHER) & (runs.exp_name == EMBEDDED)]
     library = np.where(strong.command.str.contains(JAX_SCRIPT, regex=False), "JAX", "PyTorch")
     strong = strong.assign(exp_name=[f"{name}, seed {seed}" for name, seed in zip(library, strong.seed, strict=True)])
+    strong = pd.concat([strong, runs[runs.exp_name == LONG_SCRATCH]])
     return {
         "results": (draw_curves, pd.concat([qdagger, scratch]).sort_values(KEY)),
         "variants": (draw_variants, pd.concat([longer(runs), runs[~runs.exp_name.isin(NOT_COMPARED)]])),

@@ -138,8 +138,8 @@ class JaxHardware(NamedTuple):
         if not shutil.which("nvidia-smi"):  # with a GPU, it would slow XLA's compiler
             keep_freed_memory()
         # The replay buffer of default size is one array of 7 GB. The usual 75 % of a 12 GB card leave no room for it.
-        if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # the newer name; JAX refuses both at once
-            os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
+        if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name; JAX refuses both at once
+            os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
         os.environ.setdefault("NPROC", str(available_cores()))  # XLA's threads on a CPU
         # On a CPU another thread would compute on the same cores, and the hand-over takes time.
         jax.config.update("jax_cpu_enable_async_dispatch", False)

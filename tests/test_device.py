@@ -72,7 +72,7 @@ def test_warning_of_an_unused_gpu(
 def test_hardware_of_a_gpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA GPUs have bfloat16 from compute capability 8.0 on; older ones are slow with channels last."""
     gpu_of_jax(capability, monkeypatch)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
     has_bf16 = capability != "7.5"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16)
@@ -83,7 +83,7 @@ def test_hardware_of_a_gpu(capability: str, monkeypatch: pytest.MonkeyPatch) -> 
     for script, wanted in itertools.product((qdagger_jax, dqn_atari_jax), (True, False)):
         found = script.Hardware.choose(script.Args(bf16=wanted))
         assert found.dtype is (jnp.bfloat16 if has_bf16 and wanted else jnp.float32)
-    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.92"
     for script, wanted in itertools.product((qdagger, dqn_atari), (True, False)):
         flags = script.Args(bf16=wanted, cuda_graph=wanted, torch_deterministic=wanted)
         assert script.Hardware.choose(flags) == (torch.device("cuda"), has_bf16 and wanted, memory_format, wanted)
