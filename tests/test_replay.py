@@ -226,8 +226,10 @@ def rollouts(draw: Callable) -> tuple[int, int, int, float, list[list[str]], int
     num_envs, more, n_step = draw(st.sampled_from([(2, 8, 1), (3, 3, 3), (1, 1, 4)]))
     length = STACK + n_step + more
     event = st.sampled_from([STEP, STEP, STEP, LIFE, LIFE, END, CUT, CUT, END_AND_CUT])
-    step = st.lists(event, min_size=num_envs, max_size=num_envs) | st.just([RESUME])
-    events = draw(st.lists(step, min_size=n_step + 1, max_size=3 * length + 5))
+    step = st.lists(event, min_size=num_envs, max_size=num_envs)
+    step = st.one_of(*[step] * 9, st.just([RESUME]))
+    wrapped = draw(st.booleans())  # whether the ring is overwritten
+    events = draw(st.lists(step, min_size=2 * length if wrapped else n_step + 1, max_size=3 * length + 5))
     return num_envs, length, n_step, draw(st.floats(0, 1)), events, draw(st.integers(0, 2**16))
 
 
