@@ -118,6 +118,11 @@ def longer(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[runs.exp_name == runs.game.map(LONGER)].assign(exp_name="longer")
 
 
+def variants(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs that the table and the figure of variants compare."""
+    return pd.concat([longer(runs), runs[~runs.exp_name.isin(NOT_COMPARED)]])
+
+
 def row_of(runs: pd.DataFrame, column: str = "final_return") -> list[str]:
     """Format the mean of a column over the seeds of a variant in each game."""
     return [mean_return(runs[column][runs.game == game]) for game in GAMES]
@@ -128,7 +133,7 @@ def table_of_variants(runs: pd.DataFrame) -> str:
     after_offline = longer(runs).assign(
         exp_name="longer, after the offline phase", final_return=longer(runs).offline_return
     )
-    runs = pd.concat([longer(runs), after_offline, runs[~runs.exp_name.isin(NOT_COMPARED)]])
+    runs = pd.concat([variants(runs), after_offline])
     results = aggregates(runs)
     rows = []
     for name in sorted(results, key=lambda name: (-len(results[name][0]), -results[name][1][0])):
@@ -237,7 +242,7 @@ def figures(runs: pd.DataFrame) -> dict[str, tuple[Callable[[Any, pd.DataFrame],
     strong = pd.concat([strong, runs[runs.exp_name == LONG_SCRATCH]])
     return {
         "results": (draw_curves, pd.concat([qdagger, scratch]).sort_values(KEY)),
-        "variants": (draw_variants, pd.concat([longer(runs), runs[~runs.exp_name.isin(NOT_COMPARED)]])),
+        "variants": (draw_variants, variants(runs)),
         "strong": (draw_curves, strong),
         "long": (draw_curves, full_size),
     }

@@ -368,7 +368,7 @@ def stack_frames(ring: Record, t: torch.Tensor, env: torch.Tensor) -> torch.Tens
     """Return the observations at steps ``t``, uint8 (B, 4, 84, 84), with zeros for frames before the reset."""
     ago = torch.arange(3, -1, -1, device=t.device)  # steps, oldest frame first
     in_episode = ring.age[t % len(ring.age), env][:, None] >= ago
-    frame = ring.frame.flatten(2).view(torch.int64)  # eight pixels at once, which is faster on a CPU
+    frame = ring.frame.flatten(2).view(torch.int64)  # 8 of 84 · 84 pixels at once: faster on a CPU
     stack = frame[(t[:, None] - ago) % len(frame), env[:, None]] * in_episode[:, :, None]
     return stack.view(torch.uint8).unflatten(2, ring.frame.shape[2:])
 
