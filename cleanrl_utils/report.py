@@ -25,6 +25,7 @@ Runs = Any  # a pandas.DataFrame with a row per run: the columns of results.csv,
 TRAINING = "charts/episodic_return"
 EVALUATION = "eval/episodic_return"
 ONLINE = "charts/online/avg_episodic_return"
+ORIGIN = ("versions", "commit", "command")  # of a resumed run, all values
 KEY = ["game", "exp_name", "seed"]  # columns of results.csv that identify a run
 LAST_EPISODES = 10  # training episodes in a mean, as many as the schedule of λ uses
 GRID = 201  # points of a curve
@@ -60,11 +61,15 @@ def read_events(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
         points = events.Scalars(tag)
         if points:  # a resumed run may have removed all
             curves[tag] = pd.Series([point.value for point in points], [point.step for point in points], dtype=float)
-    flags: dict[str, str] = {}
+    tables: list[dict[str, str]] = [{}]
     for tag in tags["tensors"]:
         if tag.startswith("hyperparameters"):  # PyTorch's writer appends "/text_summary"
-            (text,) = events.Tensors(tag)[0].tensor_proto.string_val  # a Markdown table
-            flags = dict(re.findall(r"^\|(\w+)\|(.*)\|$", text.decode(), re.MULTILINE))
+            # One table in Markdown of the start, and one of each time the run was resumed.
+            texts = [event.tensor_proto.string_val[0].decode() for event in events.Tensors(tag)]
+            tables = [dict(re.findall(r"^\|(\w+)\|(.*)\|$", text, re.MULTILINE)) for text in texts]
+    flags = tables[-1]
+    for name in ORIGIN:
+        flags[name] = "; ".join(dict.fromkeys(table.get(name, "") for table in tables))
     return curves, flags
 
 
@@ -76,7 +81,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
         return None
 
     # ``global_step`` counts the offline updates first. The final evaluation begins at the last step. Without it, the
-    # last point is up to 200 steps before the end. `total_timesteps` may have been another when the run was resumed.
+    # last point is up to 200 steps before the end.
     last_step = max(curve.index[0 if tag == EVALUATION else -1] for tag, curve in curves.items())
     offline_updates = min(int(flags.get("offline_steps", 0)), last_step)
     online_steps = last_step - offline_updates
@@ -113,7 +118,7 @@ def read_run(directory: Path) -> dict[str, Any] | None:
         "online_evaluations": " ".join(evaluations),
         "teacher_return": curves["charts/teacher/avg_episodic_return"].tail(1).mean(),
         "random_return": curves["charts/random/avg_episodic_return"].tail(1).mean(),
-        **{column: flags.get(column, "") for column in ("versions", "commit", "command")},
+        **{column: flags[column] for column in ORIGIN},
         "curves": np.float32([training_curve, curves["charts/distill_coeff"].asof(steps)]),
     }
 

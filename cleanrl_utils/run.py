@@ -121,11 +121,11 @@ class Run:
                 stack.push(lambda kind, *_: finish_wandb(self.directory, succeeded=kind is None))
             self._writer = Writer(self.directory, log)
             stack.callback(self._writer.close)
+            command = shell_command(["python", *sys.argv])
+            origin = {"command": command, "versions": versions(), "commit": commit_of(self._script)}
+            files = {f"{name}_file": path for name, path in self._files.items()}
+            self._writer.add_flags({**vars(args), **origin, **files})
             if log is None:
-                command = shell_command(["python", *sys.argv])
-                origin = {"command": command, "versions": versions(), "commit": commit_of(self._script)}
-                files = {f"{name}_file": path for name, path in self._files.items()}
-                self._writer.add_flags({**vars(args), **origin, **files})
                 self.save()
             self._handle_signals(stack)
             self._on_exit = stack.pop_all()

@@ -93,14 +93,22 @@ def test_runs_of_other_scripts_are_read(tmp_path: Path) -> None:
 
 
 def test_all_files_of_a_resumed_run_are_read(tmp_path: Path) -> None:
-    """Points from the step on at which it was resumed count once. A killed run leaves half a record."""
-    run = write_run(tmp_path, 1, {TRAINING: [(1500, 1.0), (1600, 6.0), (2600, 9.0), (2700, 9.0)]}, total_timesteps=1500)
+    """Points from the step on at which it was resumed count once. A killed run leaves half a record.
+
+    The row has all commands, each once, and steps of the last one.
+    """
+    points: Points = {TRAINING: [(1500, 1.0), (1600, 6.0), (2600, 9.0), (2700, 9.0)]}
+    run = write_run(tmp_path, 1, points, total_timesteps=5000, command="a", commit="f00")
     killed = next(run.iterdir()).rename(run / "events.out.tfevents.1700000000.host")
     killed.write_bytes(killed.read_bytes()[:-20])
+    flags = {"env_id": PONG, "exp_name": "qdagger", "seed": 1, "offline_steps": 1000, "total_timesteps": 1600}
+    for command in ("b", "b", "a"):
+        write_events(run, {}, flags | {"command": command, "commit": "f00"})
     write_events(run, {TRAINING: [(2500, 2.0)], EVALUATION: [(0, 5.0), (1, 7.0)]}, first_step=2001)
     assert [*report.read_events(run)[0][TRAINING].items()] == [(1500, 1), (1600, 6), (2500, 2)]
     (result,) = read_runs([run]).itertuples()
     assert (*result.curves[0, [100, 200]], result.final_return, result.final_standard_error) == (3.5, 3, 6, 1)
+    assert (result.command, result.commit, result.online_steps) == ("a; b", "f00", 1600)
 
 
 def test_the_newest_run_of_a_seed_counts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -331,18 +331,22 @@ def test_changes_since_the_checkpoint_are_one_warning(
 ) -> None:
     """The script, the teacher's file and the versions of packages may change; the same files may be elsewhere.
 
-    The flags, commit and versions of the start are in TensorBoard's table.
+    Flags, commit and versions are in TensorBoard's tables, of the start and of each time the run is resumed.
     """
     run_dir = stop(qdagger, args_of(qdagger, teacher, offline_steps=1), offline_update=1)
-    (table,) = EventAccumulator(str(run_dir)).Reload().Tensors("hyperparameters")
-    rows = table.tensor_proto.string_val[0].decode().splitlines()
+
+    def tables() -> list[str]:
+        events = EventAccumulator(str(run_dir)).Reload().Tensors("hyperparameters")
+        return [event.tensor_proto.string_val[0].decode() for event in events]
+
     commit = commit_of(Path(qdagger.__file__))
-    assert {f"|versions|{versions()}|", f"|commit|{commit}|", "|num_envs|2|"} <= set(rows)
+    (table,) = tables()
+    assert {f"|versions|{versions()}|", f"|commit|{commit}|", "|num_envs|2|"} <= set(table.splitlines())
 
     script = Path(shutil.copy(qdagger.__file__, tmp_path / f"{STUDENT}.py"))
     teacher_file = Path(shutil.copy(teacher / f"{DQN}.cleanrl_model", tmp_path / "copy"))
     monkeypatch.setattr(qdagger.Args, "script", str(script))
-    args = parse_args(qdagger.Args, ["--resume", str(run_dir)])
+    args = parse_args(qdagger.Args, ["--resume", str(run_dir), "--eval-episodes", "77"])
 
     def resumed_warnings() -> list[str]:
         code = script.read_bytes()
@@ -361,6 +365,9 @@ def test_changes_since_the_checkpoint_are_one_warning(
     (warning,) = resumed_warnings()
     assert warning.startswith("WARNING: versions, code, teacher changed since the last checkpoint")
     assert not resumed_warnings()
+    assert [("|eval_episodes|77|" in table, "|versions|others|" in table) for table in tables()] == [
+        (False, False), (True, False), (True, True), (True, True),
+    ]  # fmt: skip
 
 
 # ==================== divergence ====================
