@@ -133,7 +133,7 @@ def table_of_variants(runs: pd.DataFrame) -> str:
     after_offline = longer(runs).assign(
         exp_name="longer, after the offline phase", final_return=longer(runs).offline_return
     )
-    runs = pd.concat([variants(runs), after_offline])
+    runs = pd.concat([variants(runs), after_offline], ignore_index=True)
     results = aggregates(runs)
     rows = []
     for name in sorted(results, key=lambda name: (-len(results[name][0]), -results[name][1][0])):
@@ -157,7 +157,8 @@ def table_of_readme(runs: pd.DataFrame) -> str:
 def table_of_others(runs: pd.DataFrame) -> str:
     """Format a table with the best variant in each game, beside the published results of others."""
     rows = []
-    for game, of_game in runs.groupby("game"):
+    for game in GAMES:
+        of_game = runs[runs.game == game]
         best = of_game[of_game.exp_name == of_game.groupby("exp_name").final_return.mean().idxmax()]
         steps = " or ".join(f"{steps:,}" for steps in best.online_steps.unique())
         rows.append([game, mean_return(best.teacher_return), mean_return(best.final_return), steps, *OTHERS[game]])

@@ -3,7 +3,7 @@
     python benchmark/throughput.py [--backend jax] [--against OTHER_CHECKOUT/cleanrl/qdagger_dqn_atari_impalacnn.py]
 
 With ``--against``, two scripts run in turns, so that a machine that slows down slows both. Flags of the scripts, such
-as ``--no-bf16``, are passed on. Speeds are measured between two logged points, after compilation.
+as ``--no-bf16``, are passed on. Offline and online, speeds are measured between two logged points, after compilation.
 """
 
 import os

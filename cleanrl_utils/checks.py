@@ -20,7 +20,6 @@ T = TypeVar("T")
 MAY_CHANGE = "may change"  # annotates a flag that may have another value in a resumed run
 DIVERGED = "the training diverged to NaN or infinite values; start again, lower --learning-rate"
 STACK = 4  # frames of an observation
-BATCHES = 4  # sampled by one call of an update, at most
 # Sizes of replay buffers, and the length of the phase that needs it.
 BUFFERS = {"buffer_size": "total_timesteps", "teacher_steps": "offline_steps"}
 
@@ -65,7 +64,7 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
         raise UserError(f"--exp-name is {args.exp_name!r:.120}; use up to 60 letters, digits and characters of _.+-")
     if args.upload_model:
         check_upload_possible(args)
-    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # PyTorch's choice
+    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # as PyTorch does
     if getattr(args, "compile", False) and not shutil.which(compiler):
         raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
     num_envs = args.num_envs
@@ -103,17 +102,11 @@ def size_problem(args: Any, num_envs: int) -> str | None:
 
 
 def check_memory(args: Any, device: Any, step_bytes: int) -> None:
-    """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory beside its batches."""
+    """Raise a UserError that names the flag to lower if a replay buffer does not fit into memory."""
     available = available_memory(device)
-    # A transition has two observations, in uint8 and in the float32 that a network computes with. The outputs of its
-    # layers come on top; they depend on the network.
-    transition_bytes = 2 * STACK * 84 * 84 * (1 + 4)
-    sizes = {"batch_size": BATCHES * args.batch_size * transition_bytes}
     # The teacher's replay buffer and the student's never exist at once.
     for name in replay_buffers(args):
-        if args.resume is None or name != "teacher_steps":  # a resumed run may be past that phase
-            sizes[name] = sizes["batch_size"] + getattr(args, name) * step_bytes
-    for name, size in sizes.items():
-        if size > available:
+        size = getattr(args, name) * step_bytes
+        if size > available and (args.resume is None or name != "teacher_steps"):  # it may be past that phase
             needs = f"{flag(name)} {getattr(args, name):,} needs {size / 1e9:.2f} GB of memory"
             raise UserError(f"{needs}, and {available / 1e9:.2f} GB is available; lower it")

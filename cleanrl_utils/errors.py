@@ -2,11 +2,12 @@
 
 import errno
 import io
+import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
@@ -21,7 +22,8 @@ class UserError(Exception):
 def one_line_errors() -> Iterator[None]:
     """Print errors that a user can cause as one line.
 
-    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, and 130 for Ctrl-C.
+    The exit code is 2 for a :class:`UserError`, 1 for a file that can't be written, 130 for Ctrl-C, and 141 if nobody
+    reads the output any more, as after ``| head``.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a notebook has others
@@ -36,6 +38,11 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python would fail to write the rest at exit
+        with suppress(OSError):  # stderr may have ended as well
+            os.write(2, b"error: nobody reads the output any more\n")
+        sys.exit(141)
     except OSError as error:
         if error.errno not in UNWRITABLE:
             raise

@@ -218,7 +218,9 @@ class Run:
         """Exit with 128 + its number if a signal came: for work that a resumed run repeats, such as an evaluation."""
         if self._signal:
             command = shell_command(["python", str(self._script), "--resume", str(self.directory)])
-            tqdm.write(f"stopped by {self._signal.name}; resume with: {command}")
+            message = f"\nstopped by {self._signal.name}; resume with: {command}\n"
+            with contextlib.suppress(OSError):  # Ctrl-C ends `tee` as well, and then nobody reads the output
+                os.write(2, message.encode())
             sys.exit(128 + self._signal)
 
     def restore_replay(self, replay: Any, step: int) -> None:

@@ -23,6 +23,17 @@ with one_line_errors():
 """
 
 
+@pytest.mark.posix
+def test_output_that_nobody_reads() -> None:
+    """One line instead of a traceback, and the exit code of other programs before ``| head``."""
+    source = "from cleanrl_utils.errors import one_line_errors\nwith one_line_errors():\n    while True: print(1)"
+    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", source], **options)
+    process.stdout.close()
+    assert process.stderr.read() == b"error: nobody reads the output any more\n"
+    assert process.wait() == 141
+
+
 def test_directory_that_becomes_unwritable(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="1"), one_line_errors():
         raise OSError(errno.EROFS, "Read-only file system", "runs/a.tmp")

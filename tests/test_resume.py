@@ -503,7 +503,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
 
 @pytest.mark.posix
 def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
-    """After Ctrl-C, also pressed several times, the printed command resumes the run; nohup's SIGHUP is ignored."""
+    """After Ctrl-C, also pressed several times, the printed command resumes the run; nohup's SIGHUP is ignored.
+
+    After a second Ctrl-C, which ended the reader of the output too, the exit code is the same.
+    """
     flags = f"--env-id {GAME} --num-envs 2 --buffer-size 1000 --learning-starts 20 --batch-size 4 --end-e 0.8 "
     flags += f"--teacher-steps 60 --teacher-eval-episodes 1 --teacher-policy-hf-repo {teacher} --offline-steps 100000"
     options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(REPO)}, "text": True}
@@ -527,6 +530,6 @@ def test_signals_to_a_process(teacher: Path, tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, *shlex.split(command)[1:]], **options)
     number = newest_number(tmp_path)
     wait_for(lambda: newest_number(tmp_path) > number, process)
+    process.stdout.close()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.wait(timeout=120) == 130
