@@ -333,9 +333,39 @@ def test_list_of_games() -> None:
 
 
 RNG = np.random.default_rng(0)
-BREAKOUT = functools.partial(AtariEnvs, "BreakoutNoFrameskip-v4")
-EPISODES = 5
-SEED = 2  # of these episodes, three returns differ
+EPISODES = 7
+
+
+class FakeEnvs:
+    """One environment without an emulator: length, observations and return of an episode depend on seed and actions."""
+
+    def __init__(self, length: int | None = None):
+        self.length = length  # of all episodes
+        self.closed = False
+
+    def reset(self, seed: int, stream: str, step: int = 0) -> np.ndarray:
+        self.rng = np.random.default_rng((seed, STREAMS[stream], step))
+        self.steps_left = self.length or self.rng.integers(5, 50)
+        self.episodic_return = 0
+        self.observation = self.rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+        return self.observation
+
+    def send(self, action: np.ndarray) -> None:
+        self.steps_left -= 1
+        self.episodic_return += int(action[0])
+        self.rng = np.random.default_rng((self.rng.integers(2**32), action[0]))
+        self.observation = self.rng.integers(0, 256, (1, 4, 84, 84), np.uint8)
+
+    def recv(self) -> SimpleNamespace:
+        episodes = [] if self.steps_left else [(0, self.episodic_return, 1)]
+        return SimpleNamespace(observation=self.observation, episodes=episodes)
+
+    def step(self, action: np.ndarray) -> SimpleNamespace:
+        self.send(action)
+        return self.recv()
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def by_checksum(observation: np.ndarray, rng: np.random.Generator | None = None) -> np.ndarray:
@@ -343,58 +373,40 @@ def by_checksum(observation: np.ndarray, rng: np.random.Generator | None = None)
     return observation.astype(np.int64).sum(axis=(1, 2, 3)) % 4
 
 
-@pytest.fixture(scope="module")
-def played_alone() -> list[int]:
-    """Return the returns of the episodes of an evaluation, each played in a loop of its own."""
-    returns = []
-    for number in range(EPISODES):
-        with closing(BREAKOUT(1)) as envs:
-            observation = envs.reset(SEED, "evaluation", number)
-            while not (result := envs.step(by_checksum(observation))).episodes:
-                observation = result.observation
-            returns.append(result.episodes[0][1])
-    assert len(set(returns)) > 2
-    return returns
-
-
 @pytest.mark.parametrize(("parallel", "sizes"), [(3, {4, 2, 1}), (64, {8, 4, 2, 1})])
 def test_every_episode_that_starts_counts(
-    parallel: int, sizes: set[int], played_alone: list[int], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    parallel: int, sizes: set[int], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """However many are played at once, the episodes are the same, and short ones are not over-represented.
 
     The batches have no row of an ended episode.
     """
     monkeypatch.setattr(evaluation, "MAX_PARALLEL_EPISODES", parallel)
+    expected = []
+    envs = FakeEnvs()
+    for number in range(EPISODES):
+        observation = envs.reset(1, "evaluation", number)
+        while not (result := envs.step(by_checksum(observation))).episodes:
+            observation = result.observation
+        expected.append(result.episodes[0][1])
+    assert len(set(expected)) > 4
     made = []
     found = set()
 
-    def make_envs(num_envs: int) -> AtariEnvs:
-        made.append(BREAKOUT(num_envs))
+    def make_envs(num_envs: int) -> FakeEnvs:
+        made.append(FakeEnvs())
         return made[-1]
 
     def act(observation: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         found.add(len(observation))
         return by_checksum(observation)
 
-    returns = play_episodes("name", act, EPISODES, make_envs, SEED)
-    assert returns == played_alone
+    returns = play_episodes("name", act, EPISODES, make_envs, 1)
+    assert returns == expected
     assert found == sizes
     assert len(made) == min(parallel, EPISODES)
-    assert not any("_envs" in vars(envs) for envs in made), "not closed"
-    assert f"name: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over 5" in capsys.readouterr().out
-
-
-def make_fake(length: int) -> SimpleNamespace:
-    """Return an environment whose episodes have ``length`` steps and a return of 5."""
-    steps = itertools.cycle([[]] * (length - 1) + [[(0, 5, length)]])
-    observation = np.zeros((1, 4, 84, 84), np.uint8)
-
-    def recv(*_: np.ndarray) -> SimpleNamespace:
-        return SimpleNamespace(observation=observation, episodes=next(steps))
-
-    nothing = lambda *_: None  # noqa: E731
-    return SimpleNamespace(reset=lambda *_: observation, send=nothing, recv=recv, step=recv, close=nothing)
+    assert all(envs.closed for envs in made)
+    assert f"name: return {np.mean(returns):.1f} ± {np.std(returns):.1f} over 7" in capsys.readouterr().out
 
 
 def test_sizes_of_batches() -> None:
@@ -406,7 +418,7 @@ def test_sizes_of_batches() -> None:
         sizes.append(len(observation))
         return np.zeros(len(observation), int)
 
-    assert play_episodes("name", act, 20, lambda num_envs: make_fake(next(lengths)), seed=1) == [5.0] * 20
+    assert play_episodes("name", act, 20, lambda num_envs: FakeEnvs(next(lengths)), seed=1) == [0.0] * 20
     assert sizes == [24] * 4 + [16] * 8 + [8] * 4 + [4] * 2 + [2, 1]
 
 
@@ -420,7 +432,7 @@ def test_same_seed_same_actions() -> None:
             drawn.extend(rng.integers(0, 4, len(observation)).tolist())
             return np.array(drawn[-len(observation) :])
 
-        play_episodes("student", random_policy, 2, lambda num_envs: make_fake(50), seed)
+        play_episodes("student", random_policy, 2, lambda num_envs: FakeEnvs(50), seed)
         return drawn
 
     first = actions(1)
@@ -442,7 +454,7 @@ def test_film_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         observations.append(observation[0, -1].astype(int))
         return by_checksum(observation)
 
-    film_episode(act, path, BREAKOUT, 3, RNG)
+    film_episode(act, path, functools.partial(AtariEnvs, "BreakoutNoFrameskip-v4"), 3, RNG)
     images = [np.asarray(image) for image in imageio.get_reader(path)]
     assert len(images) == len(observations) == 101
     assert images[0].shape == (210, 160, 3)
@@ -465,6 +477,6 @@ def test_broken_ffmpeg_costs_a_warning(
         monkeypatch.setitem(sys.modules, "imageio", None)
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
     monkeypatch.chdir(tmp_path)
-    film_episode(by_checksum, Path("videos/1/offline-4.mp4"), lambda **images: make_fake(50), 1, RNG)
+    film_episode(by_checksum, Path("videos/1/offline-4.mp4"), lambda **images: FakeEnvs(50), 1, RNG)
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING: ")]
     assert "videos/1/offline-4.mp4 can't be written" in warning
