@@ -272,7 +272,7 @@ def test_as_many_environments_as_fit(data: st.DataObject, **flags: int) -> None:
     args = qdagger.Args(num_envs=data.draw(st.sampled_from([3, 16, 32])), n_step=data.draw(st.integers(1, 5)), **flags)
     given_flags = dataclasses.asdict(args)
     candidates = [args.num_envs >> i for i in range(6) if args.num_envs >> i]
-    if size_problem(args, 1):
+    if all(size_problem(args, n) for n in candidates):
         with pytest.raises(UserError, match=r"--num-envs 1 and|before the first update"):
             check_args(args, torch.device("cpu"), step_bytes=7000)
         return
