@@ -163,7 +163,7 @@ def run_jobs(jobs: Sequence[Job], workers: int) -> int:
     finally:  # after a signal or an error
         for job in running.values():
             job.process.terminate()
-        for job in running.values():  # before it prints, which fails if Ctrl-C ended `tee` as well
+        for job in running.values():  # first, since printing fails if Ctrl-C ended `tee` as well
             job.process.wait()
         for job in running.values():
             job.wait()

@@ -64,7 +64,7 @@ def check_args(args: T, device: Any, step_bytes: int) -> T:
         raise UserError(f"--exp-name is {args.exp_name!r:.120}; use up to 60 letters, digits and characters of _.+-")
     if args.upload_model:
         check_upload_possible(args)
-    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # as PyTorch does
+    compiler = os.environ.get("CXX", "cl" if sys.platform == "win32" else "g++")  # of PyTorch; on macOS, Xcode has both
     if getattr(args, "compile", False) and not shutil.which(compiler):
         raise UserError(f"--compile needs the C++ compiler {compiler}; install it, set CXX, or leave the flag out")
     num_envs = args.num_envs

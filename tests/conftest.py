@@ -30,7 +30,9 @@ if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, cores[worker::workers] or cores)
 
 import pytest
+import torch
 from hypothesis import settings
+from tensorboard.summary.writer import event_file_writer
 
 ROOT = Path(__file__).resolve().parent.parent
 # nohup and a shell's "&" ignore them, also in the runs that tests start.
@@ -39,6 +41,12 @@ if hasattr(signal, "SIGHUP"):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The scripts are run, not installed: tests import them by file name, as `python cleanrl/dqn_atari.py` would find them.
 sys.path[:0] = [str(ROOT), str(ROOT / "cleanrl")]
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+# Files of the same second are read in the order of their names, which end in a counter without leading zeros.
+event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
+
 
 # Their tests are marked as posix, but importing them already fails on Windows.
 collect_ignore = ["test_benchmark.py"] if sys.platform == "win32" else []
@@ -49,23 +57,9 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"])
 
 
-# Fixtures import libraries, since the process that starts those of the tests would import them before these start.
-@pytest.fixture(autouse=True, scope="session")
-def set_up_libraries() -> None:
-    """Limit PyTorch's threads, and order event files of the same second."""
-    import torch
-    from tensorboard.summary.writer import event_file_writer
-
-    torch.set_num_threads(min(2, torch.get_num_threads()))
-    # They are read in the order of their names, which end in a counter without leading zeros.
-    event_file_writer._global_uid = event_file_writer.AtomicCounter(10**6)
-
-
 @pytest.fixture(autouse=True)
 def denormals() -> Iterator[None]:
     """Restore denormal numbers, which the scripts flush and hypothesis needs."""
-    import torch
-
     yield
     torch.set_flush_denormal(False)
 
